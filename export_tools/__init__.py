@@ -1,0 +1,1 @@
+"""pshard-export: cuts a model by layers into OpenVINO shards."""

@@ -1,0 +1,241 @@
+"""The bundle: a folder with a manifest, a tokenizer and one OpenVINO model per stage.
+
+```
+BUNDLE/manifest.json
+BUNDLE/tokenizer/tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json
+BUNDLE/stage-0/openvino_model.xml, openvino_model.bin
+BUNDLE/stage-1/...
+```
+
+This module reads, checks and fingerprints; the exporter alone writes. The manifest is the last file of an export to appear, so a
+folder without one is no bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import NewType
+
+import msgspec
+
+from langchain_pshard.core.errors import BundleError, InvalidOptionError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_DIR = "tokenizer"
+MODEL_XML = "openvino_model.xml"
+MODEL_BIN = "openvino_model.bin"
+_HASH_CHUNK_BYTES = 1 << 20
+
+Fingerprint = NewType("Fingerprint", str)
+"""Hexadecimal sha256 over the canonical manifest; two shards belong together exactly when theirs are equal."""
+
+
+class WeightMode(Enum):
+    """How matrix weights are stored. int4 is symmetric with one scale per group; int8 has one scale per channel."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class LayerSpan(msgspec.Struct, frozen=True, order=True):
+    """Half-open range [start, end) of decoder layers."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise InvalidOptionError(f"layer span [{self.start}, {self.end}) is empty or negative")
+
+    @property
+    def num_layers(self) -> int:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.end - 1}" if self.num_layers > 1 else str(self.start)
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of the bundle. `path` is relative to the bundle, with forward slashes."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        pure = PurePosixPath(self.path)
+        if pure.is_absolute() or not pure.parts or ".." in pure.parts or "\\" in self.path or ":" in self.path:
+            raise BundleError(f"manifest names a file outside the bundle: {self.path!r}")
+
+
+class StageCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured cost of a stage on the exporting machine, in milliseconds."""
+
+    decode_ms: float
+    """One token of one stream."""
+    prefill_ms: float
+    """One prompt token, inside a long chunk."""
+
+
+class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: the decoder layers it holds and the files it is made of."""
+
+    span: LayerSpan
+    files: tuple[FileEntry, ...]
+    cost: StageCost | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a bundle says about itself.
+
+    Invariants, checked on construction: spans are contiguous from 0 to `num_layers`; `attention_windows` has one entry a
+    layer; there is at least one stage; a stored fingerprint equals the computed one.
+    """
+
+    format_version: int
+    model_name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    num_kv_heads: int
+    head_dim: int
+    attention_windows: tuple[int | None, ...]
+    """Per layer: None for full attention, else the number of positions a query sees, itself included."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    weight_mode: WeightMode
+    embedding_mode: WeightMode
+    head_mode: WeightMode
+    group_size: int | None
+    stages: tuple[StageEntry, ...]
+    tokenizer_files: tuple[FileEntry, ...]
+    exported_with: dict[str, str]
+    """Package name to version, of everything that shaped the graphs."""
+    fingerprint: Fingerprint = Fingerprint("")
+
+    def __post_init__(self) -> None:
+        if self.format_version != FORMAT_VERSION:
+            raise BundleError(
+                f"bundle format version {self.format_version} cannot be read; this version of PShard reads {FORMAT_VERSION}:"
+                " export the model again"
+            )
+        edges = [0, *(stage.span.end for stage in self.stages)]
+        if (
+            not self.stages
+            or edges[-1] != self.num_layers
+            or any(stage.span.start != start for stage, start in zip(self.stages, edges, strict=False))
+        ):
+            raise BundleError(
+                f"manifest spans {[str(stage.span) for stage in self.stages]} do not cover layers 0-{self.num_layers - 1} in order"
+            )
+        if len(self.attention_windows) != self.num_layers:
+            raise BundleError(f"manifest has {len(self.attention_windows)} attention windows for {self.num_layers} layers")
+        if self.fingerprint and self.fingerprint != self.computed_fingerprint:
+            raise BundleError(
+                f"manifest fingerprint {self.fingerprint} does not match its contents ({self.computed_fingerprint}): the file was edited;"
+                " restore it or export again"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def computed_fingerprint(self) -> Fingerprint:
+        unsealed = msgspec.structs.replace(self, fingerprint="") if self.fingerprint else self
+        canonical = msgspec.json.encode(unsealed, order="deterministic")
+        return Fingerprint(hashlib.sha256(canonical).hexdigest())
+
+    def sealed(self) -> Manifest:
+        """The same manifest carrying its fingerprint."""
+        return msgspec.structs.replace(self, fingerprint=self.computed_fingerprint)
+
+    def to_json(self) -> bytes:
+        """The bytes of manifest.json."""
+        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1)
+
+    @classmethod
+    def from_json(cls, data: bytes, *, origin: str) -> Manifest:
+        """Parse and check manifest bytes; `origin` (a path or a peer) goes into the error.
+
+        Raises:
+            BundleError: the bytes are no manifest, or its parts contradict one another.
+        """
+        try:
+            manifest = msgspec.json.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise BundleError(f"{origin} is not a PShard manifest: {error}") from error
+        if not manifest.fingerprint:
+            raise BundleError(f"{origin} carries no fingerprint: the export did not finish; export again")
+        return manifest
+
+
+def load_manifest(bundle: Path) -> Manifest:
+    """Read `manifest.json` of a bundle folder.
+
+    Raises:
+        BundleError: no such folder, no manifest in it, or a manifest that cannot be used.
+    """
+    path = bundle / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "an unfinished export" if bundle.is_dir() else "no such folder"
+        raise BundleError(f"{bundle} is not a bundle ({what}: {MANIFEST_NAME} is missing): make one with pshard-export") from error
+    except OSError as error:
+        raise BundleError(f"cannot read {path}: {error.strerror}") from error
+    return Manifest.from_json(data, origin=str(path))
+
+
+def stage_dir(stage_idx: int) -> str:
+    """Name of a stage's folder inside the bundle."""
+    return f"stage-{stage_idx}"
+
+
+def file_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
+    """Hexadecimal sha256 of a file; `on_bytes` hears of every piece read, for a progress display."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+            on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def describe_file(bundle: Path, path: Path) -> FileEntry:
+    """The manifest entry of a file that lies inside `bundle`."""
+    return FileEntry(path=path.relative_to(bundle).as_posix(), num_bytes=path.stat().st_size, sha256=file_digest(path))
+
+
+def verify_files(bundle: Path, files: tuple[FileEntry, ...], on_bytes: Callable[[int], None] = lambda _: None) -> None:
+    """Check files against their manifest entries; `on_bytes` hears of every piece read.
+
+    Raises:
+        BundleError: a file is missing, or its size or hash differs; the message names the file with both values.
+    """
+    for entry in files:
+        path = bundle / entry.path
+        try:
+            num_bytes = path.stat().st_size
+            sha256 = file_digest(path, on_bytes)
+        except FileNotFoundError as error:
+            raise BundleError(f"{path} is missing from the bundle (expected sha256 {entry.sha256}): copy it again") from error
+        except OSError as error:
+            raise BundleError(f"cannot read {path}: {error.strerror}") from error
+        if sha256 != entry.sha256:
+            raise BundleError(
+                f"{path} is damaged or from another export: expected {entry.num_bytes} bytes with sha256 {entry.sha256},"
+                f" found {num_bytes} bytes with sha256 {sha256}: copy it again"
+            )

@@ -1,0 +1,1 @@
+"""Drives a pipeline of workers; knows nothing of LangChain."""

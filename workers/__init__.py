@@ -1,0 +1,1 @@
+"""pshard-worker: serves one or more stages of a bundle."""
