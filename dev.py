@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -57,7 +57,7 @@ def _is_terminal_foreground() -> bool:
     if IS_WINDOWS:
         return True  # the console hands Ctrl-C to every process attached to it
     try:
-        with open("/dev/tty", "rb") as terminal:
+        with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
@@ -104,13 +104,16 @@ def _running(command: Sequence[str | Path], **popen: Any) -> Iterator[subprocess
     child = subprocess.Popen([str(part) for part in command], cwd=ROOT, **popen)
     try:
         yield child
-    except BaseException:
+    except BaseException as error:
         # A second Ctrl-C must not cut the waiting short: the child has it as well, and the wait is bounded.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            if has_own_group and child.poll() is None:
+            if child.poll() is None and not IS_WINDOWS:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGINT)
+                    if has_own_group:
+                        os.killpg(child.pid, signal.SIGINT)
+                    elif not isinstance(error, KeyboardInterrupt):  # SIGTERM came to us alone
+                        child.send_signal(signal.SIGINT)
             try:
                 child.wait(INTERRUPT_GRACE_S)
             except subprocess.TimeoutExpired:
@@ -125,6 +128,10 @@ def _running(command: Sequence[str | Path], **popen: Any) -> Iterator[subprocess
 def run(command: Sequence[str | Path]) -> int:
     """Run `command` in the repository's root with our own standard streams and return its exit code."""
     with _running(command) as child:
+        if IS_WINDOWS:  # an endless wait there is deaf to Ctrl-C
+            while child.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(0.5)
         code = child.wait()
     return EXIT_INTERRUPTED if code == -signal.SIGINT else code
 
@@ -262,7 +269,18 @@ def ensure_environment() -> None:
             shutil.rmtree(VENV)
         VENV.mkdir()
         _logged_step("making .venv", [sys.executable, "-m", "venv", VENV], SETUP_LOG)
-    pip = [PYTHON, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "-c", CONSTRAINTS]
+    pip: list[str | Path] = [
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "-c",
+        CONSTRAINTS,
+    ]
     for title, requirements in _install_steps():
         _logged_step(title, [*pip, *requirements], SETUP_LOG)
     STAMP.write_text(_wanted_stamp(), encoding="utf-8")
@@ -351,14 +369,14 @@ def _on_terminate(_signum: int, _frame: object) -> NoReturn:
 
 def main() -> int:
     """Parse the command line and run one verb; returns the process's exit code."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file meets whatever Python the machine has
+        print(f"error: PShard needs Python 3.11 or newer; this is {sys.version.split()[0]} ({sys.executable})", file=sys.stderr)
+        return 1
     parser = _parser()
     options = parser.parse_args()
     if "function" not in options:
         parser.print_help()
         return 0
-    if sys.version_info < (3, 11):
-        print(f"error: PShard needs Python 3.11 or newer; this is {sys.version.split()[0]} ({sys.executable})", file=sys.stderr)
-        return 1
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
         code: int = options.function(options)
