@@ -1,7 +1,7 @@
 """The real model, Gemma 3 270M, exported once per machine for benchmarks and tests.
 
-A bundle is keyed by everything that shapes it: the exporter's source, the core's bundle format, the installed versions, the options. Change one
-and it is exported anew; a few older ones are kept, so that two branches on one machine do not undo each other's.
+A bundle is keyed by everything that shapes it: the exporter's source, the core's bundle format, the installed versions, the options.
+Change one and it is exported anew; a few older ones are kept, so that two branches on one machine do not undo each other's.
 """
 
 from __future__ import annotations
