@@ -184,7 +184,7 @@ def _logged_step(title: str, command: Sequence[str | Path], log: Path) -> None:
     """Run one set-up command with its output in `log` and a line of progress on the screen."""
     progress = ProgressLine(title)
     with log.open("ab") as output:
-        output.write(f"\n=== {title}: {' '.join(map(str, command))}\n".encode())
+        output.write(f"\n=== {' '.join(map(str, command))}\n\n".encode())
         output.flush()
         try:
             with _running(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as child:
