@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.leaks import take_snapshot, wait_for_none
 
-pytest_plugins = ["tests.support.bundles"]
+pytest_plugins = ["tests.support.bundles", "tests.support.fleets"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
