@@ -46,7 +46,7 @@ class Leaks:
 
 
 def start_lasting_parts() -> None:
-    """Start what pyzmq keeps for the life of the process from its first zero-copy send on: a thread with a context and sockets of its own."""
+    """Start what pyzmq keeps for good from its first zero-copy send on: a thread with a context and sockets of its own."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as one_end, context.socket(zmq.PAIR) as other_end:
         one_end.bind("inproc://zero-copy")
         other_end.connect("inproc://zero-copy")
