@@ -81,7 +81,9 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         generation = _read_json(folder / "generation_config.json")
         named = {name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token") if (text := _token_text(config.get(name)))}
-        return cls(fast, chat_template=_read_template(folder, config), named_tokens=named, eos_token_ids=_as_ids(generation.get("eos_token_id")))
+        return cls(
+            fast, chat_template=_read_template(folder, config), named_tokens=named, eos_token_ids=_as_ids(generation.get("eos_token_id"))
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens spelled out in it are recognised: for text the caller composed, not for what a user typed."""
@@ -107,23 +109,29 @@ class Tokenizer:
         return ids
 
     def hide_special_tokens(self, text: str, placeholder_of: Mapping[str, str]) -> str:
-        """`text` with every special token string replaced by its placeholder, and edges that the template's text could complete to one too.
+        """`text` with placeholders for what is, or could become, a special token: whole ones, and edges which text around them may complete.
 
         Args:
             text: what a user, a tool or a model wrote.
             placeholder_of: any mapping that makes up a placeholder character for a string on first access.
         """
-        pieces = list(self._finder.split(text))
+        # White space at the ends stays in view, because templates trim it; what it covers may then be the edge.
+        inner = text.strip()
+        if not inner:
+            return text
+        start = text.index(inner)
+        if self._finder.is_inside(inner):
+            return text[:start] + placeholder_of[inner] + text[start + len(inner) :]
+        pieces = list(self._finder.split(inner))
         pieces[1::2] = [placeholder_of[piece] for piece in pieces[1::2]]
-        head, tail = self._finder.edges(pieces[0].lstrip(), pieces[-1].rstrip())
-        if len(pieces) == 1 and head + tail > len(text.strip()):  # the two overlap
-            return placeholder_of[text]
-        for edge, at_start in ((head, True), (tail, False)):
-            if edge:
-                piece = pieces[0 if at_start else -1]
-                cut = len(piece) - len(piece.lstrip()) if at_start else len(piece.rstrip()) - edge
-                pieces[0 if at_start else -1] = piece[:cut] + placeholder_of[piece[cut : cut + edge]] + piece[cut + edge :]
-        return "".join(pieces)
+        head, tail = self._finder.edges(pieces[0], pieces[-1])
+        if len(pieces) == 1:
+            head = min(head, len(inner) - tail)  # where the two overlap
+        if tail:
+            pieces[-1] = pieces[-1][:-tail] + placeholder_of[pieces[-1][-tail:]]
+        if head:
+            pieces[0] = placeholder_of[pieces[0][:head]] + pieces[0][head:]
+        return text[:start] + "".join(pieces) + text[start + len(inner) :]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special and end tokens left out. Ids outside the vocabulary are left out too."""
@@ -162,7 +170,9 @@ class Tokenizer:
         # A vocabulary may hold the same string as an ordinary entry too (Unigram): cut inside each such match and encode the parts alone.
         cuts = [(start + end) // 2 for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if token_id in special]
         if not all(0 < cut < len(text) for cut in cuts):
-            return [token_id for token_id in encoding.ids if token_id not in special]  # one character is a special token: nothing left of it
+            return [
+                token_id for token_id in encoding.ids if token_id not in special
+            ]  # one character is a special token: nothing left of it
         return [token_id for start, end in pairwise([0, *cuts, len(text)]) for token_id in self._encode_plain(text[start:end])]
 
     def _without_absorbed_space(self, pieces: list[str]) -> list[str]:
@@ -187,7 +197,10 @@ class _Finder:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = frozenset(tokens)
         self._lengths = sorted({len(token) for token in tokens}, reverse=True)
-        self._starts = re.compile("[" + "".join(re.escape(char) for char in sorted({token[0] for token in tokens})) + "]") if tokens else None
+        self._starts = (
+            re.compile("[" + "".join(re.escape(char) for char in sorted({token[0] for token in tokens})) + "]") if tokens else None
+        )
+        self._joined = "\0".join(tokens)
         self._prefixes = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._suffixes = frozenset(token[start:] for token in tokens for start in range(1, len(token)))
 
@@ -203,6 +216,10 @@ class _Finder:
                 done = start + length
             position = start + max(length, 1)
         yield text[done:]
+
+    def is_inside(self, text: str) -> bool:
+        """Whether `text` is a part of a special token."""
+        return len(text) < max(self._lengths, default=0) and text in self._joined
 
     def edges(self, head: str, tail: str) -> tuple[int, int]:
         """Longest start of `head` that ends a special token, and longest end of `tail` that begins one, in characters."""

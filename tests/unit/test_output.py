@@ -15,12 +15,35 @@ from tests.support.tokenizers import byte_fallback_tokenizer, byte_level_tokeniz
 TOKENIZERS = {"byte-level": byte_level_tokenizer(), "byte-fallback": byte_fallback_tokenizer()}
 TEXTS = st.lists(
     st.one_of(
-        st.sampled_from(["👩‍👩‍👧‍👦", "🇩🇪", "é", "e\u0301", "日本語", "한국어", "\ufffd", " ", "\n", "\n\n", "STOP", "ST", "STO", "END", "</s", "the end", "ab"]),
+        st.sampled_from(
+            [
+                "👩‍👩‍👧‍👦",
+                "🇩🇪",
+                "é",
+                "e\u0301",
+                "日本語",
+                "한국어",
+                "\ufffd",
+                " ",
+                "\n",
+                "\n\n",
+                "STOP",
+                "ST",
+                "STO",
+                "END",
+                "</s",
+                "the end",
+                "ab",
+            ]
+        ),
         st.text(max_size=4),
     ),
     max_size=20,
 ).map(lambda parts: "".join(parts).replace("▁", "_"))  # that character is how byte-fallback spells a space
-STOPS = st.lists(st.one_of(st.sampled_from(["STOP", "STOPS", "TO", "END", "日本", "👩‍👧", "\n\n", "a", "bab"]), st.text(min_size=1, max_size=3)), max_size=3)
+STOPS = st.lists(
+    st.one_of(st.sampled_from(["STOP", "STOPS", "TO", "END", "日本", "👩‍👧", "\n\n", "a", "bab"]), st.text(min_size=1, max_size=3)),
+    max_size=3,
+)
 
 
 def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], sizes: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], TextStream]:
