@@ -168,7 +168,11 @@ class Membership:
                 f"the chain asks worker {self._worker} for stages {sorted(asked)}, it serves {sorted(self._served)}:"
                 " the worker was restarted or the address is another's; connect again",
             )
+        names = {hop.address: hop.worker for hop in join.chain}
         for hop in join.chain:
+            if names[hop.address] != hop.worker:
+                text = f"the chain names workers {hop.worker} and {names[hop.address]} at one address {hop.address}"
+                return refused(FleetMismatchError.code, text)
             try:
                 Address.parse(hop.address)
             except InvalidOptionError as error:
@@ -189,7 +193,7 @@ class Membership:
 
     def welcomed(self, link: Link, welcome: Welcome) -> list[Instruction]:
         """A next worker said who it is; every client that waits for it has joined, or has named another."""
-        address = self._address_of(link)
+        address = self.address_of(link)
         out: list[Instruction] = []
         for client in list(self._clients.values()):
             expected = client.unconfirmed.get(address) if address else None
@@ -209,14 +213,15 @@ class Membership:
 
     def refused(self, link: Link, refused: Refused) -> list[Instruction]:
         """A next worker will not talk to us (another protocol version)."""
-        address = self._address_of(link)
+        address = self.address_of(link)
         out: list[Instruction] = []
         for client in [client for client in self._clients.values() if address in client.unconfirmed]:
             text = f"{self._place(client)} was refused by the next worker at {address}: {refused.message}"
             out += self._give_up(client, FleetMismatchError.code, text)
         return out
 
-    def _address_of(self, link: Link) -> str | None:
+    def address_of(self, link: Link) -> str | None:
+        """The address of a next worker by its link."""
         return next((address for address, peer in self._peers.items() if peer.link == link), None)
 
     def _place(self, client: Client) -> str:

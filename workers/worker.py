@@ -125,6 +125,14 @@ class Worker:
         """Whether `next_run` has something to choose from."""
         return self._steps.has_work
 
+    @property
+    def id(self) -> WorkerId:
+        return self._identity.worker
+
+    def address_of(self, link: Link) -> str:
+        """The address of a next worker, for people."""
+        return self._members.address_of(link) or "an address that is not needed any more"
+
     def stage(self, stage_idx: int) -> Stage:
         return self._stages[stage_idx]
 
