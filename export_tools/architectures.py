@@ -30,7 +30,9 @@ def _by_layer_type(config: Any, num_layers: int) -> Windows:
     kinds = config.layer_types[:num_layers]
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UnsupportedModelError(f"{config.model_type} with layers of type {', '.join(unknown)} cannot be cut: only full and sliding attention")
+        raise UnsupportedModelError(
+            f"{config.model_type} with layers of type {', '.join(unknown)} cannot be cut: only full and sliding attention"
+        )
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -86,11 +88,15 @@ def check_supported(config: Mapping[str, Any], *, origin: str) -> None:
     if model_type not in SUPPORTED:
         classes = ", ".join(config.get("architectures") or ()) or "no class named"
         hint = " (the text-only checkpoint, gemma3_text, can be exported)" if model_type == "gemma3" else ""
-        raise UnsupportedModelError(f"{origin} is a {model_type} model ({classes}), which cannot be cut{hint}; supported: {', '.join(SUPPORTED)}")
+        raise UnsupportedModelError(
+            f"{origin} is a {model_type} model ({classes}), which cannot be cut{hint}; supported: {', '.join(SUPPORTED)}"
+        )
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "an unnamed method") if isinstance(quantization, Mapping) else quantization
-        raise UnsupportedModelError(f"{origin} is already quantized ({method}): export from the original weights; --weights chooses the mode")
+        raise UnsupportedModelError(
+            f"{origin} is already quantized ({method}): export from the original weights; --weights chooses the mode"
+        )
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError(f"{origin} uses bidirectional attention (an embedding model): only causal models generate text")
     for rope_type in sorted(_rope_types(config) - STATIC_ROPE_TYPES):

@@ -46,10 +46,8 @@ def convert_stage(stage: StageModule, shape: ModelShape) -> ov.Model:
 
 
 def _example(stage: StageModule, shape: ModelShape) -> tuple[torch.Tensor, ...]:
-    if stage.is_first:
-        tokens = torch.zeros(_BATCH, _TOKENS, dtype=torch.int64)
-    else:
-        tokens = torch.zeros(_BATCH, _TOKENS, shape.hidden_size)
+    ids = torch.zeros(_BATCH, _TOKENS, dtype=torch.int64)
+    tokens = ids if stage.is_first else torch.zeros(_BATCH, _TOKENS, shape.hidden_size)
     attention_mask = torch.ones(_BATCH, _PAST + _TOKENS, dtype=torch.int64)
     position_ids = torch.arange(_PAST, _PAST + _TOKENS).expand(_BATCH, _TOKENS)
     past = [torch.zeros(_BATCH, shape.num_kv_heads, _PAST, shape.head_dim) for _ in range(2 * stage.span.num_layers)]
@@ -57,12 +55,10 @@ def _example(stage: StageModule, shape: ModelShape) -> tuple[torch.Tensor, ...]:
 
 
 def _name_inputs(model: ov.Model, stage: StageModule, shape: ModelShape) -> None:
-    if stage.is_first:
-        tokens = (["input_ids"], [-1, -1])
-    else:
-        # Two names: the paged-attention transformation knows only `inputs_embeds`; `hidden_states` says what it is.
-        tokens = (["inputs_embeds", "hidden_states"], [-1, -1, shape.hidden_size])
-    expected = [tokens, (["attention_mask"], [-1, -1]), (["position_ids"], [-1, -1])]
+    ids = (["input_ids"], [-1, -1])
+    # Two names: the paged-attention transformation knows only `inputs_embeds`; `hidden_states` says what it is.
+    hidden = (["inputs_embeds", "hidden_states"], [-1, -1, shape.hidden_size])
+    expected = [ids if stage.is_first else hidden, (["attention_mask"], [-1, -1]), (["position_ids"], [-1, -1])]
     for idx in range(stage.span.start, stage.span.end):
         expected += [([name], [-1, shape.num_kv_heads, -1, shape.head_dim]) for name in past_names(idx)]
     parameters = model.get_parameters()

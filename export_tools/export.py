@@ -10,7 +10,7 @@ from typing import Any
 from export_tools.architectures import ModelShape
 from export_tools.compress import compress_stage, embedding_and_head_mode, save_stage
 from export_tools.convert import convert_stage
-from export_tools.plan import balanced_spans, spans_from_counts
+from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
 from export_tools.source import LoadedModel, Source, identify, load
 from export_tools.stage_module import cut_stage
@@ -39,7 +39,7 @@ def export_bundle(
     source: str,
     out: Path,
     *,
-    num_stages: int = 1,
+    num_stages: int | None = None,
     layers: Sequence[int] | None = None,
     weights: WeightMode = WeightMode.INT4,
     group_size: int = 128,
@@ -51,9 +51,9 @@ def export_bundle(
     Args:
         source: a model folder, a .gguf file, a hub id, or "demo".
         out: the bundle's folder; its parents are made.
-        num_stages: number of stages, cut so that the heaviest holds as few weight bytes as possible (a decoded token costs the bytes
-            it reads); ignored when `layers` is given.
-        layers: layers per stage, in order.
+        num_stages: number of stages; None means as many as `layers` has, or 1.
+        layers: layers per stage, in order; None cuts so that the heaviest stage holds as few weight bytes as possible (a decoded
+            token costs the bytes it reads).
         weights: how the decoder layers' weights are stored; int4 keeps embedding and head in int8.
         group_size: int4 weights per scale; smaller where it does not divide a channel count.
         overwrite: replace a bundle that is already there.
@@ -73,13 +73,15 @@ def export_bundle(
         raise InvalidOptionError(f"group size {group_size} is not usable: choose a power of two from 16, such as 32, 64 or 128")
     check_target(out, overwrite=overwrite)
     found = identify(source, progress)
-    if layers is not None:
-        spans = spans_from_counts(layers, found.shape.num_layers)
+    if layers is None:
+        check_num_stages(num_stages or 1, found.shape.num_layers)
     else:
-        balanced_spans([1.0] * found.shape.num_layers, 0.0, num_stages)  # refuses an impossible count before the weights are read
-        spans = None
+        spans_from_counts(layers, found.shape.num_layers, num_stages)  # a bad cut is refused before the weights are read
     loaded = load(found, progress)
-    spans = spans or balanced_spans(*_weight_bytes(loaded.model, weights), num_stages)
+    if layers is None:
+        spans = balanced_spans(*_weight_bytes(loaded.model, weights), num_stages or 1)
+    else:
+        spans = spans_from_counts(layers, found.shape.num_layers, num_stages)
     with drafting(out) as draft:
         stages = tuple(_write_stages(draft, loaded, found.shape, spans, weights, group_size, progress))
         tokenizer_files = _write_tokenizer(draft, loaded)

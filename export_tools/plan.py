@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 from langchain_pshard.core.bundle import LayerSpan
 from langchain_pshard.core.errors import InvalidOptionError
@@ -23,7 +24,17 @@ def spans_from_counts(counts: Sequence[int], num_layers: int, num_stages: int | 
     if sum(counts) != num_layers:
         raise InvalidOptionError(f"layers {given} adds up to {sum(counts)}, but the model has {num_layers} layers")
     edges = [sum(counts[:idx]) for idx in range(len(counts) + 1)]
-    return tuple(LayerSpan(start, end) for start, end in zip(edges, edges[1:], strict=False))
+    return tuple(LayerSpan(start, end) for start, end in pairwise(edges))
+
+
+def check_num_stages(num_stages: int, num_layers: int) -> None:
+    """Refuse a number of stages that cannot all have a layer.
+
+    Raises:
+        InvalidOptionError: fewer layers than stages, or no stage at all.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise InvalidOptionError(f"{num_stages} stages asked for, but the model has {num_layers} layers: choose 1 to {num_layers} stages")
 
 
 def balanced_spans(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> tuple[LayerSpan, ...]:
@@ -35,8 +46,7 @@ def balanced_spans(layer_costs: Sequence[float], head_cost: float, num_stages: i
         InvalidOptionError: fewer layers than stages, or no stage at all.
     """
     num_layers = len(layer_costs)
-    if not 1 <= num_stages <= num_layers:
-        raise InvalidOptionError(f"{num_stages} stages asked for, but the model has {num_layers} layers: choose 1 to {num_layers} stages")
+    check_num_stages(num_stages, num_layers)
 
     @cache
     def best(start: int, stages_left: int) -> tuple[float, tuple[int, ...]]:
@@ -50,4 +60,4 @@ def balanced_spans(layer_costs: Sequence[float], head_cost: float, num_stages: i
         return min(options, key=lambda option: option[0])
 
     ends = best(0, num_stages)[1]
-    return tuple(LayerSpan(start, end) for start, end in zip((0, *ends), ends, strict=False))
+    return tuple(LayerSpan(start, end) for start, end in pairwise((0, *ends)))

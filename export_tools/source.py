@@ -35,7 +35,6 @@ _END_OF_TURN_TOKENS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"
 turn would then run on into the user's next words."""
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A model that can be exported, not loaded yet."""

@@ -193,4 +193,6 @@ def cut_stage(model: Any, shape: ModelShape, span: LayerSpan) -> StageModule:
     """The layers `span` of a loaded causal language model, sharing its weights; `model` runs our attention from here on."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
     model.config._attn_implementation = ATTENTION_NAME
-    return StageModule(model, shape, span).eval()
+    stage = StageModule(model, shape, span)
+    stage.eval()
+    return stage

@@ -30,7 +30,9 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if is_empty:
         return
     if not (target / MANIFEST_NAME).is_file():
-        raise InvalidOptionError(f"{target} exists and is not a bundle (it has no {MANIFEST_NAME}); it is left as it is: choose another path")
+        raise InvalidOptionError(
+            f"{target} exists and is not a bundle (it has no {MANIFEST_NAME}); it is left as it is: choose another path"
+        )
     if not overwrite:
         raise InvalidOptionError(f"{target} already holds a bundle: choose another path, or replace it with --overwrite")
 

@@ -24,7 +24,8 @@ VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 WINDOW = 16
 CONTEXT_LENGTH = 2048
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
@@ -59,7 +60,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
 }
-"""transformers `model_type` to what its tiny config has beyond the common part; Gemma 2, Gemma 3 and Mistral have windows shorter than texts."""
+"""transformers `model_type` to what its tiny config has beyond the common part; Gemma 2 and 3 and Mistral have short windows."""
 
 
 def build_tiny(architecture: str, folder: Path, *, seed: int = 0, **config_overrides: Any) -> Path:
