@@ -21,6 +21,7 @@ import platformdirs
 import torch
 import transformers
 from safetensors import SafetensorError
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as transformers_logging
 
 from export_tools.architectures import ModelShape, check_supported, model_shape
@@ -105,14 +106,7 @@ def load(source: Source, progress: Progress) -> LoadedModel:
     """
     with progress.task(f"loading {source.name}"), _explained(source.location), _quiet_transformers():
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.location, **source.load_options)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source.location,
-            config=source.config,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-            **source.load_options,
-        )
+        model, report = _load_weights(source)
     if not tokenizer.is_fast:
         raise UnsupportedModelError(f"{source.location}: its tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form")
     _check_weights(model, report, origin=source.location)
@@ -171,6 +165,23 @@ def _checked(raw: Mapping[str, Any], *, name: str, location: str, is_local: bool
     return Source(name=name, location=location, gguf_file=gguf_file, is_local=is_local, config=config, shape=model_shape(config))
 
 
+def _load_weights(source: Source) -> tuple[Any, Mapping[str, Any]]:
+    """The model in float32 and transformers' report of keys that were missing.
+
+    A GGUF is taken apart by transformers' reader and handed on as plain tensors: its own road from file to model needs another
+    package and marks the model as quantized, which it no longer is.
+    """
+    options: dict[str, Any] = {"config": source.config, "dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+    if source.gguf_file is None:
+        return model_class.from_pretrained(source.location, local_files_only=source.is_local, **options)  # type: ignore[no-any-return]
+    with torch.device("meta"):
+        names_only = model_class(source.config)
+    path = str(Path(source.location) / source.gguf_file)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names_only, torch_dtype=torch.float32)["tensors"]
+    return model_class.from_pretrained(None, state_dict=tensors, **options)  # type: ignore[no-any-return]
+
+
 def _check_weights(model: Any, report: Mapping[str, Any], *, origin: str) -> None:
     """transformers fills missing tensors with random numbers and says so only in a warning."""
     missing = sorted(report["missing_keys"])
@@ -195,9 +206,10 @@ def _demo_folder(progress: Progress) -> Path:
     draft = cache / f".{_DEMO_NAME}.draft-{secrets.token_hex(4)}"
     try:
         draft.mkdir(parents=True)
-        with tempfile.TemporaryDirectory(dir=draft) as assembled, progress.task("converting the demo model, once"):
-            gguf = package.assemble(Path(assembled) / package.MODEL_NAME)
-            _convert_gguf(gguf, draft)
+        with tempfile.TemporaryDirectory(dir=draft) as assembled:
+            with progress.task("unpacking the demo model, once"):
+                gguf = package.assemble(Path(assembled) / package.MODEL_NAME)
+            _convert_gguf(gguf, draft, progress)
         with contextlib.suppress(FileExistsError):  # another export was quicker; its folder is as good
             _rename_new(draft, folder)
     except OSError as error:
@@ -208,17 +220,12 @@ def _demo_folder(progress: Progress) -> Path:
     return folder
 
 
-def _convert_gguf(gguf: Path, folder: Path) -> None:
-    """Save a GGUF as a model folder in float32."""
-    options = {"gguf_file": gguf.name, "local_files_only": True}
+def _convert_gguf(gguf: Path, folder: Path, progress: Progress) -> None:
+    """Save a GGUF as a model folder in float32, so that the next export need not take it apart again."""
+    loaded = load(_identify_gguf(gguf, progress), progress)
     with _quiet_transformers():
-        model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
-        # The weights are plain floats by now, but the marks of the quantized file remain and save_pretrained refuses over them.
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(folder)
-        transformers.AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(folder)
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
 
 
 def _rename_new(source: Path, target: Path) -> None:
