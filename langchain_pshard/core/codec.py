@@ -1,0 +1,92 @@
+"""Message <-> frames, as pure functions: one header frame, and the tensor's own bytes as a second one when there is a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from langchain_pshard.core.errors import ProtocolError
+from langchain_pshard.core.messages import DType, Message, MicroBatch, TensorSpec
+
+Tensor = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+"""Hidden states: float32, or the bits of bf16 in uint16."""
+Buffer = bytes | bytearray | memoryview
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSOR_BYTES = 256 << 20
+
+NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {DType.F32: np.dtype("<f4"), DType.BF16: np.dtype("<u2")}
+_WIRE_DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def tensor_spec(tensor: Tensor) -> TensorSpec:
+    """The spec that describes `tensor` on the wire; any other element type than those of `DType` is our own bug."""
+    return TensorSpec(_WIRE_DTYPES[tensor.dtype], tensor.shape)
+
+
+def encode(message: Message, tensor: Tensor | None = None) -> list[Buffer]:
+    """Frames of a message. The tensor's memory is not copied: it must not change until the frames are sent."""
+    header = _encoder.encode(message)
+    if tensor is None:
+        return [header]
+    return [header, np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data]
+
+
+def decode(frames: Sequence[Buffer]) -> tuple[Message, Tensor | None]:
+    """Message and tensor (a view on the second frame) of received frames.
+
+    Raises:
+        ProtocolError: a number of frames, a size, a field or a kind that the protocol does not know.
+    """
+    if not 1 <= len(frames) <= 2:
+        raise ProtocolError(f"a message has 1 or 2 frames, this one has {len(frames)}")
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    try:
+        message: Message = _decoder.decode(frames[0])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"header cannot be decoded: {error}") from error
+    except RecursionError as error:
+        raise ProtocolError("header is nested too deeply") from error
+    spec = message.hidden if isinstance(message, MicroBatch) else None
+    if (spec is None) != (len(frames) == 1):
+        raise ProtocolError(f"header announces {'a' if spec else 'no'} tensor, the message has {len(frames)} frames")
+    return message, None if spec is None else _view(spec, frames[1])
+
+
+def _view(spec: TensorSpec, data: Buffer) -> Tensor:
+    dtype = NUMPY_DTYPES[spec.dtype]
+    if any(size < 0 for size in spec.shape):
+        raise ProtocolError(f"tensor of shape {spec.shape}")
+    num_bytes = prod(spec.shape) * dtype.itemsize
+    if num_bytes != len(data) or num_bytes > MAX_TENSOR_BYTES:
+        raise ProtocolError(
+            f"tensor {spec.dtype.value}{list(spec.shape)} takes {num_bytes} bytes, the frame has {len(data)};"
+            f" at most {MAX_TENSOR_BYTES} are allowed"
+        )
+    return np.frombuffer(data, dtype=dtype).reshape(spec.shape)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as int32 little-endian bytes."""
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Inverse of `pack_tokens`.
+
+    Raises:
+        ProtocolError: the length is no multiple of four.
+    """
+    if len(data) % 4:
+        raise ProtocolError(f"token ids take 4 bytes each, got {len(data)} bytes")
+    tokens: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return tokens

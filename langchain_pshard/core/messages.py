@@ -1,0 +1,349 @@
+"""Every message that crosses a wire, and nothing else.
+
+A message is a header: a tagged union of frozen structs, encoded as MessagePack arrays (a field added at the end is ignored by an older
+peer). At most one tensor travels beside it, as an untouched buffer (`codec`). docs/protocol.md tells who sends what, when and why.
+
+Three kinds of number order everything:
+- `Epoch`: raised by the client alone, whenever it joins its chain anew. A message of an older epoch is dropped.
+- `StepId`: counts a client's steps within an epoch. A repeated id is answered again; a stage ignores an id below the stream's last.
+- `start`: the logical position at which a slice begins: the one rule of `Slice`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import NewType
+
+import msgspec
+
+from langchain_pshard.core.bundle import Fingerprint, LayerSpan
+from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
+
+PROTOCOL_VERSION = 1
+
+ClientId = NewType("ClientId", str)
+"""Random, one per client object; keeps the streams of several clients apart."""
+WorkerId = NewType("WorkerId", str)
+"""Random, one per worker process: a restarted worker is another worker."""
+StreamId = NewType("StreamId", int)
+"""One generation, unique within its client."""
+Epoch = NewType("Epoch", int)
+StepId = NewType("StepId", int)
+RequestId = NewType("RequestId", int)
+"""Pairs a control request with its reply, per client and link."""
+
+
+class DType(Enum):
+    """Element types a tensor may have on the wire. numpy has no bf16: its bits travel and are handled as uint16."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Type and shape of the tensor frame that follows the header, row-major, little-endian."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all messages; the struct's tag is its name on the wire."""
+
+
+# --- getting to know one another -------------------------------------------------------------------------------------
+
+
+class Numerics(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's numerics class: two stages may serve one stream only when all of it is equal."""
+
+    name: str
+    """`fast` or `exact`."""
+    runner: str
+    """`paged` or `stateful`."""
+    device: str
+    openvino: str
+    inference_precision: str
+    kv_precision: str
+    dynamic_quantization_group_size: int
+    """0 when activations are not quantized."""
+    boundary: DType
+    """Type in which hidden states leave a stage."""
+
+
+class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage a worker serves."""
+
+    stage_idx: int
+    num_stages: int
+    span: LayerSpan
+    num_bytes: int
+    """Size of the shard's weights on disk."""
+    kv_capacity_tokens: int
+    """KV positions the stage can hold, over all streams."""
+    is_resumable: bool = True
+    """Whether rejected positions can be rewound exactly under this worker's numerics class."""
+
+
+class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
+    """Client or worker -> worker: who are you?"""
+
+    request: RequestId
+    protocol: int
+    software: str
+
+
+class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
+    """Worker -> client: answered only when every stage is warm."""
+
+    request: RequestId
+    protocol: int
+    software: str
+    worker: WorkerId
+    fingerprint: Fingerprint
+    model_name: str
+    numerics: Numerics
+    stages: tuple[StageOffer, ...]
+
+
+class Hop(msgspec.Struct, frozen=True, array_like=True):
+    """One link of the chain: which worker serves the stage of this position, and where its peers reach it."""
+
+    worker: WorkerId
+    address: str
+
+
+class Join(_Message, frozen=True, kw_only=True, tag="join"):
+    """Client -> every worker: the chain of this epoch, `chain[i]` serving stage i. Frees what older epochs of the client hold."""
+
+    request: RequestId
+    client: ClientId
+    epoch: Epoch
+    chain: tuple[Hop, ...]
+
+
+class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
+    """Worker -> client: the next workers of the chain have been reached; steps may come."""
+
+    request: RequestId
+
+
+class Leave(_Message, frozen=True, kw_only=True, tag="leave"):
+    """Client -> every worker: free everything of mine. Not answered."""
+
+    client: ClientId
+
+
+class Fetch(_Message, frozen=True, kw_only=True, tag="fetch"):
+    """Client -> worker: a piece of the manifest (by fingerprint) or of a tokenizer file (by sha256). Paths never travel."""
+
+    request: RequestId
+    sha256: str
+    offset: int
+
+
+class Fetched(_Message, frozen=True, kw_only=True, tag="fetched"):
+    """Worker -> client: at most `FETCH_CHUNK_BYTES` of the content from `offset`, and its whole size."""
+
+    request: RequestId
+    num_bytes: int
+    data: bytes
+
+
+FETCH_CHUNK_BYTES = 128 << 10
+
+
+class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
+    """Worker -> client: a control request failed; `code` names a class of `errors`."""
+
+    request: RequestId
+    code: str
+    message: str
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+class Open(_Message, frozen=True, kw_only=True, tag="open"):
+    """Client -> every worker: admit a stream of up to `num_tokens` positions (prompt and output) on every stage you serve."""
+
+    request: RequestId
+    client: ClientId
+    epoch: Epoch
+    stream: StreamId
+    num_tokens: int
+    sampling: SamplingParams
+
+
+class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
+    """Worker -> client: the stream's KV is set aside on every stage of this worker."""
+
+    request: RequestId
+
+
+class Close(_Message, frozen=True, kw_only=True, tag="close"):
+    """Client -> every worker: free these streams. Not answered; unknown ones are ignored."""
+
+    client: ClientId
+    epoch: Epoch
+    streams: tuple[StreamId, ...]
+
+
+class SliceKind(IntEnum):
+    """How a stage computes a slice. The two write KV that differs in its last bits, so the client chooses, never a stage."""
+
+    PREFILL = 0
+    """One run of two or more tokens (a prompt of one token is the only exception)."""
+    ROWS = 1
+    """Every token on its own, over the stream's shared blocks: plain decoding and verification."""
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Consecutive tokens of one stream, and the one step rule.
+
+    A stage that holds `length` positions for the stream: start == length continues; start < length rewinds to start first;
+    start > length means the stage has lost state, and says so.
+    """
+
+    stream: StreamId
+    start: int
+    tokens: bytes
+    """Token ids, int32 little-endian; every stage gets them (the first embeds them, the last needs them as history)."""
+    kind: SliceKind
+    num_sampled: int
+    """How many trailing positions the last stage samples a next token for."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+class StageTiming(msgspec.Struct, frozen=True, array_like=True):
+    """What one stage spent on the micro-batch that carried a step, in microseconds."""
+
+    queue_us: int
+    """From arrival to the start of inference."""
+    compute_us: int
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One turn of one client: slices of its streams, each stream at most once."""
+
+    client: ClientId
+    epoch: Epoch
+    step_id: StepId
+    slices: tuple[Slice, ...]
+    timings: tuple[StageTiming, ...] = ()
+    """One entry for each stage passed so far."""
+
+
+class MicroBatch(_Message, frozen=True, kw_only=True, tag="batch"):
+    """Client -> first stage, and stage -> next stage: steps that run as one inference.
+
+    The tensor beside it holds the hidden states of all slices in order, [tokens, hidden]; the first stage gets none.
+    """
+
+    stage_idx: int
+    steps: tuple[Step, ...]
+    hidden: TensorSpec | None = None
+
+
+class SliceResult(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens sampled for one slice, in order of position."""
+
+    stream: StreamId
+    tokens: bytes
+    """Token ids, int32 little-endian, `num_sampled` of them."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
+    """Last stage -> client: what a step came to. Slices that failed on the way are missing here and named in a `StepFailed`."""
+
+    epoch: Epoch
+    step_id: StepId
+    results: tuple[SliceResult, ...]
+    timings: tuple[StageTiming, ...]
+
+
+class StreamFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Why one stream's slice was dropped from a step."""
+
+    stream: StreamId
+    code: str
+    message: str
+
+
+class StepFailed(_Message, frozen=True, kw_only=True, tag="failed"):
+    """Any stage -> client: these streams of a step go no further; the others went on."""
+
+    epoch: Epoch
+    step_id: StepId
+    stage_idx: int
+    failures: tuple[StreamFailure, ...]
+
+
+# --- liveness and status ---------------------------------------------------------------------------------------------
+
+
+class Ping(_Message, frozen=True, kw_only=True, tag="ping"):
+    """Client or worker -> worker, answered by the inference loop itself; renews the lease of the client's streams."""
+
+    request: RequestId
+    client: ClientId | None = None
+
+
+class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
+    request: RequestId
+
+
+class GetStatus(_Message, frozen=True, kw_only=True, tag="get-status"):
+    request: RequestId
+
+
+class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Live figures of one stage."""
+
+    stage_idx: int
+    num_streams: int
+    kv_used_tokens: int
+    kv_capacity_tokens: int
+    num_steps: int
+    num_tokens: int
+    compute_ms: float
+    """Total time in inference since start."""
+
+
+class Status(_Message, frozen=True, kw_only=True, tag="status"):
+    """Worker -> client."""
+
+    request: RequestId
+    worker: WorkerId
+    uptime_s: float
+    rss_bytes: int
+    num_clients: int
+    num_malformed: int
+    """Messages dropped because they could not be decoded."""
+    stages: tuple[StageStatus, ...]
+
+
+Message = (
+    Hello
+    | Welcome
+    | Join
+    | Joined
+    | Leave
+    | Fetch
+    | Fetched
+    | Refused
+    | Open
+    | Opened
+    | Close
+    | MicroBatch
+    | StepResult
+    | StepFailed
+    | Ping
+    | Pong
+    | GetStatus
+    | Status
+)

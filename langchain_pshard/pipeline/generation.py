@@ -1,0 +1,102 @@
+"""What a caller asks of a generation and what comes back; shared by the client, its streams and the chat model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
+
+DEFAULT_MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationParams:
+    """Options of one generation.
+
+    Raises:
+        InvalidOptionError: a value out of range; sampling values are checked by `SamplingParams`.
+    """
+
+    max_tokens: int | None = None
+    """Most tokens to generate; None means `DEFAULT_MAX_TOKENS` or what the context leaves, whichever is less."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    timeout_s: float | None = None
+    """Longest time from the call to the last token."""
+    ignore_eos: bool = False
+    """Generate on past end tokens, for measurements of a fixed length."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidOptionError(f"max_tokens={self.max_tokens} is out of range; valid: 1 or more, or None")
+        if any(not text for text in self.stop):
+            raise InvalidOptionError("stop contains an empty string, which would end every text at once; remove it")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise InvalidOptionError(f"timeout_s={self.timeout_s} is out of range; valid: above 0, or None")
+
+
+class FinishReason(Enum):
+    """Why a generation ended: an end token or stop string, or `max_tokens`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStats:
+    """What one generation took. Times in milliseconds, measured at the client."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    """Every token the model produced, an end token included."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV was reused."""
+    num_steps: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+    queue_ms: float
+    """From the call to the first step sent."""
+    first_token_ms: float
+    """From the call to the first token."""
+    decode_ms: float
+    """From the first token to the last."""
+    stage_compute_ms: tuple[float, ...]
+    """Total time in inference, per stage of the chain, over the steps of this stream (shared with others in the batch)."""
+    stage_queue_ms: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding rate after the first token; 0 when there was no second one."""
+        return 1e3 * (self.num_generated_tokens - 1) / self.decode_ms if self.decode_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEnd:
+    """The last chunk's account of the generation."""
+
+    finish_reason: FinishReason
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationChunk:
+    """A piece of a generation: some text (possibly none yet), the tokens behind it, and on the last chunk the end."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    end: GenerationEnd | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A whole generation, joined."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    stats: GenerationStats

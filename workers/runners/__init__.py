@@ -1,0 +1,1 @@
+"""Engines that run one stage behind one interface."""

@@ -1,0 +1,81 @@
+"""The seam between what a stage decides and the engine that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from langchain_pshard.core.codec import Tensor
+from langchain_pshard.core.messages import ClientId, Numerics, SliceKind, StreamId
+
+TokenArray = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+
+
+class StreamKey(NamedTuple):
+    """A stream as a worker knows it: the ids of several clients never mix."""
+
+    client: ClientId
+    stream: StreamId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSlice:
+    """A slice that passed the one step rule: `start` is at most the length the runner holds; beyond it the runner forgets."""
+
+    key: StreamKey
+    start: int
+    tokens: TokenArray  # [n]
+    kind: SliceKind
+    num_sampled: int
+
+
+class Runner(Protocol):
+    """One stage of the model. Used by one thread.
+
+    Invariants: a stream's KV never exceeds what `open` set aside for it; `run` on one stream never changes what another holds; the
+    same slices after the same history give the same bits, whatever else is in the batch (as far as `numerics` promises).
+    """
+
+    @property
+    def numerics(self) -> Numerics: ...
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """KV positions the stage can hold over all streams."""
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """KV positions set aside for open streams."""
+
+    def open(self, key: StreamKey, num_tokens: int) -> None:
+        """Set aside KV for `num_tokens` positions.
+
+        Raises:
+            CapacityError: not so much is free; the message has needed, free and total positions.
+        """
+
+    def close_stream(self, key: StreamKey) -> None:
+        """Free the stream's KV. Unknown streams are ignored."""
+
+    def run(self, slices: Sequence[RunSlice], hidden: Tensor | None) -> Tensor | Logits:
+        """Compute the slices as one inference.
+
+        Args:
+            slices: each stream at most once, all open.
+            hidden: [tokens, hidden] in the boundary type, slices in order; None on the first stage, which embeds the tokens.
+
+        Returns:
+            [tokens, hidden] in the boundary type, or on the last stage the logits [sum of num_sampled, vocab] float32. The memory is
+            the caller's: the next `run` does not change it.
+
+        Raises:
+            InferenceError: the engine failed; the state of the slices' streams is undefined from their start on.
+        """
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
