@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import split
 from benchmarks.report import Report, show, write_json
+from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
     "split": split.run,
@@ -38,6 +39,9 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
+    except PShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     show(report, console)
     if options.json is not None:
         write_json(report, options.json)

@@ -22,7 +22,6 @@ import psutil
 
 READY_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
-_WORKER_COMMAND = (sys.executable, "-c", "import sys; from workers.cli import main; sys.exit(main())")
 
 
 class WorkerStartError(RuntimeError):
@@ -73,6 +72,11 @@ def _wait_ready(lines: queue.Queue[bytes | None], errors: Path) -> str:
     raise WorkerStartError(f"the worker was not ready within {READY_TIMEOUT_S:.0f} s:\n{errors.read_text('utf-8', 'replace')[-4000:]}")
 
 
+def available_cores() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    return tuple(psutil.Process().cpu_affinity()) if can_pin() else tuple(range(psutil.cpu_count() or 1))
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
@@ -96,12 +100,14 @@ def running_worker(bundle: Path, *stages: int, cores: Sequence[int] | None = Non
         WorkerStartError: it ended early or was not ready in time.
     """
     stage_options = [part for stage in stages for part in ("--stage", str(stage))]
-    command = [*_WORKER_COMMAND, str(bundle), *stage_options, "--threads", "1", "--log-format", "json", *options]
+    command = [sys.executable, "-m", "workers", str(bundle), *stage_options, "--threads", "1", "--log-format", "json"]
+    command += ["--exit-with-parent", *options]
     with tempfile.TemporaryDirectory(prefix="pshard-worker-") as folder:
         errors = Path(folder) / "stderr"
         with errors.open("wb") as stderr:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         pinned = tuple(cores) if cores is not None and can_pin() else None
+        assert process.stdin is not None
         assert process.stdout is not None
         # The pipe is read to its end, so that a worker that logs much never blocks on it.
         lines: queue.Queue[bytes | None] = queue.Queue()
@@ -112,6 +118,7 @@ def running_worker(bundle: Path, *stages: int, cores: Sequence[int] | None = Non
                 psutil.Process(process.pid).cpu_affinity(list(pinned))
             yield RunningWorker(address=_wait_ready(lines, errors), process=process, cores=pinned)
         finally:
+            process.stdin.close()  # --exit-with-parent: its end is the worker's, so that one never outlives a killed benchmark either
             _stop(process)
             reader.join()
             process.stdout.close()

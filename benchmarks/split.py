@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bundles import demo_bundle
-from benchmarks.fleet import can_pin, running_worker
+from benchmarks.fleet import available_cores, can_pin, running_worker
 from benchmarks.report import Figure, Report, Samples
 from langchain_pshard import PipelineClient
 from langchain_pshard.core.bundle import WeightMode
+from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.pipeline.generation import GenerationParams
 
 TARGET_RATIO = 0.85
 REPETITIONS = 7
@@ -28,10 +30,10 @@ PROMPT = "The lighthouse stood on the last rock before the open sea. Every eveni
 
 
 def _tokens_per_second(client: PipelineClient) -> float:
+    """What a user sees: all tokens over the whole time of the call, the prompt included."""
     started = time.perf_counter()
-    result = client.generate(PROMPT, max_tokens=NUM_TOKENS)
-    elapsed_s = time.perf_counter() - started
-    return len(result.token_ids) / elapsed_s
+    generation = client.complete(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+    return generation.stats.num_generated_tokens / (time.perf_counter() - started)
 
 
 def _connect(stack: contextlib.ExitStack, bundle: Path, cores: Sequence[int]) -> PipelineClient:
@@ -43,7 +45,15 @@ def _connect(stack: contextlib.ExitStack, bundle: Path, cores: Sequence[int]) ->
 
 
 def run(console: Console) -> Report:
-    """One user, two workers on one core each, against one worker on one core (tok/s ratio)."""
+    """One user, two workers on one core each, against one worker on one core (tok/s ratio).
+
+    Raises:
+        InvalidOptionError: this machine lends us a single core.
+    """
+    cores = available_cores()
+    if len(cores) < 2:
+        raise InvalidOptionError(f"the split benchmark needs 2 cores, one for each worker; this process may use {len(cores)}")
+    first_core, second_core = cores[:2]
     with Progress(console=console) as progress, contextlib.ExitStack() as stack:
         exporting = progress.add_task("bundles (exported once per machine)", total=2)
         whole_bundle = demo_bundle(weights=WeightMode.INT4, layers=(sum(LAYERS),))
@@ -52,13 +62,14 @@ def run(console: Console) -> Report:
         progress.advance(exporting)
 
         starting = progress.add_task("workers", total=2)
-        split = _connect(stack, split_bundle, cores=(0, 1))
+        split = _connect(stack, split_bundle, cores=(first_core, second_core))
         progress.advance(starting)
-        whole = _connect(stack, whole_bundle, cores=(0,))
+        whole = _connect(stack, whole_bundle, cores=(first_core,))
         progress.advance(starting)
 
         measuring = progress.add_task(f"{REPETITIONS} x {NUM_TOKENS} tokens, alternating", total=2 * REPETITIONS)
-        split_values, whole_values = [], []
+        split_values: list[float] = []
+        whole_values: list[float] = []
         for _ in range(REPETITIONS):
             for client, values in ((split, split_values), (whole, whole_values)):
                 values.append(_tokens_per_second(client))
@@ -78,6 +89,6 @@ def run(console: Console) -> Report:
             "users": 1,
             "tokens": NUM_TOKENS,
             "threads per worker": 1,
-            "pinned": can_pin(),
+            "cores": f"{first_core},{second_core} against {first_core}" if can_pin() else "not pinned: this system cannot",
         },
     )

@@ -13,13 +13,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from tests.support.leaks import take_snapshot, wait_for_none
+from tests.support.leaks import start_lasting_parts, take_snapshot, wait_for_none
 
-pytest_plugins = ["tests.support.bundles"]
+pytest_plugins = ["tests.support.bundles", "tests.support.fleets"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_model: runs Gemma 3 270M; the first run on a machine exports it, which takes a minute")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lasting_parts() -> None:
+    start_lasting_parts()
 
 
 @pytest.fixture(autouse=True)

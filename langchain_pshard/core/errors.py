@@ -69,6 +69,12 @@ class UnsupportedModelError(UsageError):
     code = "unsupported-model"
 
 
+class SourceError(UsageError):
+    """The model to export is missing, damaged or incomplete; the message names the file and the remedy."""
+
+    code = "source"
+
+
 class BundleError(UsageError):
     """A bundle or one of its files is missing, damaged or contradicts the manifest."""
 
