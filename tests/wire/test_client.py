@@ -153,7 +153,7 @@ def test_bad_prompts_are_refused_at_once(client: PipelineClient) -> None:
 
 def test_more_than_a_stage_holds_is_refused_with_figures(tmp_path: Path) -> None:
     with FakeFleet(tmp_path, capacity=64) as fleet, connect(fleet, tmp_path) as client:
-        with pytest.raises(CapacityError, match="need 103 KV positions; stage 0 at .* holds 64"):
+        with pytest.raises(CapacityError, match=r"need 103 KV positions; stage 0 at .* holds 64"):
             client.generate(PROMPT, params(100))
 
 
@@ -319,7 +319,7 @@ def test_worker_that_stays_away_is_named_within_the_bound(fleet: FakeFleet, tmp_
 
 def test_connect_names_the_silent_worker(fleet: FakeFleet, tmp_path: Path) -> None:
     silent = "tcp://127.0.0.1:9"
-    with pytest.raises(WorkerUnreachableError, match="1 of 3 workers .* tcp://127.0.0.1:9: no connection"):
+    with pytest.raises(WorkerUnreachableError, match=r"1 of 3 workers .* tcp://127.0.0.1:9: no connection"):
         PipelineClient.connect([*fleet.addresses, silent], connect_timeout_s=0.5)
 
 
