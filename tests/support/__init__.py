@@ -1,0 +1,1 @@
+"""What tests build on: tiny models, exported bundles, the leak check."""

@@ -1,0 +1,53 @@
+"""`python -m benchmarks NAME [--json FILE]`: run one benchmark, print its report, exit with 1 when it misses its target."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import split
+from benchmarks.fleet import WorkerStartError
+from benchmarks.report import Report, show, write_json
+from langchain_pshard.core.errors import PShardError
+
+BENCHES: dict[str, Callable[[Console], Report]] = {
+    "split": split.run,
+}
+"""Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""
+
+
+def _description(function: Callable[[Console], Report]) -> str:
+    return (function.__doc__ or "").strip().splitlines()[0]
+
+
+def main() -> int:
+    """Run the benchmark named on the command line; returns the process's exit code."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("name", choices=[*BENCHES, "list"], metavar="NAME", help=f"one of: {', '.join(BENCHES)}; or `list`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    options = parser.parse_args()
+    console = Console()
+    if options.name == "list":
+        for name, function in BENCHES.items():
+            console.print(f"{name:12} {_description(function)}", highlight=False)
+        return 0
+    try:
+        report = BENCHES[options.name](Console(stderr=True))
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    except (PShardError, WorkerStartError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    show(report, console)
+    if options.json is not None:
+        write_json(report, options.json)
+    return 0 if report.is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

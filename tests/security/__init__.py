@@ -1,0 +1,1 @@
+"""What must be impossible, checked on the source and on the wire."""
