@@ -45,6 +45,10 @@ class Runner(Protocol):
     def numerics(self) -> Numerics: ...
 
     @property
+    def is_rewind_exact(self) -> bool:
+        """Whether a slice that starts below the held length gives the same tokens as if what it drops had never been."""
+
+    @property
     def kv_capacity_tokens(self) -> int:
         """KV positions the stage can hold over all streams."""
 

@@ -1,0 +1,147 @@
+"""What the exporter knows of each architecture it can cut, read from a config alone, before any weight.
+
+The stage module traces the layers of transformers as they are, so an architecture needs an entry here only for what lives outside
+its layers: which layers see a sliding window, and what is done to the embeddings and the logits. Everything not listed is refused
+by name; a model that would merely seem to work is worse than a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_pshard.core.errors import SourceError, UnsupportedModelError
+
+Windows = tuple[int | None, ...]
+
+
+def _full(_: Any, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
+def _same_for_all(config: Any, num_layers: int) -> Windows:
+    """Mistral and Phi3: `sliding_window` holds for every layer, whatever `layer_types` would say."""
+    return (getattr(config, "sliding_window", None),) * num_layers
+
+
+def _by_layer_type(config: Any, num_layers: int) -> Windows:
+    """Gemma 2 and 3, Qwen 2 and 3: `layer_types` says which layers slide."""
+    kinds = config.layer_types[:num_layers]
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModelError(
+            f"{config.model_type} with layers of type {', '.join(unknown)} cannot be cut: only full and sliding attention"
+        )
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+
+SUPPORTED: Mapping[str, Callable[[Any, int], Windows]] = {
+    "gemma": _full,
+    "gemma2": _by_layer_type,
+    "gemma3_text": _by_layer_type,
+    "granite": _full,
+    "llama": _full,
+    "mistral": _same_for_all,
+    "olmo2": _full,
+    "phi3": _same_for_all,
+    "qwen2": _by_layer_type,
+    "qwen3": _by_layer_type,
+}
+"""transformers `model_type` to the rule for its attention windows."""
+
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings that depend on the position alone. "dynamic" and "longrope" depend on the longest sequence in the batch: one stream
+would change another's text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a model that the manifest carries and the cut needs."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    num_kv_heads: int
+    head_dim: int
+    attention_windows: Windows
+    """Per layer: None for full attention, else the number of positions a query sees, itself included."""
+
+
+def check_supported(config: Mapping[str, Any], *, origin: str) -> None:
+    """Refuse what cannot be cut, from the raw config alone.
+
+    Args:
+        config: the contents of config.json.
+        origin: the file or model named in the error.
+
+    Raises:
+        SourceError: the config does not name a model type.
+        UnsupportedModelError: an architecture not in `SUPPORTED`, an already quantized checkpoint, a rotary embedding that
+            depends on the batch, or attention that is not causal.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise SourceError(f"{origin} names no model_type: it is not the config of a transformers model")
+    if model_type not in SUPPORTED:
+        classes = ", ".join(config.get("architectures") or ()) or "no class named"
+        hint = " (the text-only checkpoint, gemma3_text, can be exported)" if model_type == "gemma3" else ""
+        raise UnsupportedModelError(
+            f"{origin} is a {model_type} model ({classes}), which cannot be cut{hint}; supported: {', '.join(SUPPORTED)}"
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "an unnamed method") if isinstance(quantization, Mapping) else quantization
+        raise UnsupportedModelError(
+            f"{origin} is already quantized ({method}): export from the original weights; --weights chooses the mode"
+        )
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(f"{origin} uses bidirectional attention (an embedding model): only causal models generate text")
+    for rope_type in sorted(_rope_types(config) - STATIC_ROPE_TYPES):
+        raise UnsupportedModelError(
+            f"{origin} uses rotary embeddings of type {rope_type!r}, which depend on the longest sequence of a batch;"
+            f" supported: {', '.join(sorted(STATIC_ROPE_TYPES))}"
+        )
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Rope types named by a config in its old form (`rope_scaling`) or new one (`rope_parameters`, maybe one per layer type)."""
+    found: set[str] = set()
+    for key in ("rope_scaling", "rope_parameters"):
+        parameters = config.get(key)
+        if not isinstance(parameters, Mapping):
+            continue
+        nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+        for entry in nested or [parameters]:
+            rope_type = entry.get("rope_type", entry.get("type"))
+            if isinstance(rope_type, str):
+                found.add(rope_type)
+    return found
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Read a transformers config object that `check_supported` has accepted.
+
+    Raises:
+        SourceError: a needed field is missing or not a positive number.
+    """
+
+    def positive(name: str) -> int:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise SourceError(f"the model's config has {name} = {value!r}: a positive number is needed")
+        return value
+
+    num_layers = positive("num_hidden_layers")
+    return ModelShape(
+        architecture=config.model_type,
+        num_layers=num_layers,
+        hidden_size=positive("hidden_size"),
+        vocab_size=positive("vocab_size"),
+        context_length=positive("max_position_embeddings"),
+        num_kv_heads=positive("num_key_value_heads"),
+        head_dim=getattr(config, "head_dim", None) or positive("hidden_size") // positive("num_attention_heads"),
+        attention_windows=SUPPORTED[config.model_type](config, num_layers),
+    )

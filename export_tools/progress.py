@@ -1,0 +1,32 @@
+"""How long work tells what it is doing; the exporter knows this seam, only the command line knows rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Shows tasks that take longer than a second."""
+
+    def task(self, description: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
+        """Show `description` while the block runs.
+
+        Args:
+            description: what is being done, for a person.
+            total: how many units there are; None when nobody knows, then only the elapsed time shows.
+
+        Returns:
+            A context manager whose value advances the task by so many units.
+        """
+        ...
+
+
+class SilentProgress:
+    """Shows nothing; for callers that are programs."""
+
+    @contextmanager
+    def task(self, description: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:  # noqa: ARG002  # the seam's names
+        """See `Progress.task`."""
+        yield lambda _: None

@@ -1,0 +1,103 @@
+"""The last stage's end: rows of logits -> sampled tokens and log-probabilities, stream by stream.
+
+What is here knows positions and histories; how a token is chosen from one row is `core.sampling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from langchain_pshard.core.messages import SliceKind, SliceResult
+from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
+from workers.runners.runner import Logits, RunSlice, StreamKey
+
+
+@dataclass(slots=True)
+class _StreamTokens:
+    """How a stream is sampled, and its tokens so far when a penalty asks for them. Invariant: one kind for each token."""
+
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    kinds: list[SliceKind] = field(default_factory=list)
+
+    def advance(self, piece: RunSlice) -> None:
+        """The one step rule, as the runner applies it to KV."""
+        assert piece.start <= len(self.tokens), f"slice starts at {piece.start}, the history holds {len(self.tokens)} tokens"
+        del self.tokens[piece.start :], self.kinds[piece.start :]
+        self.tokens += piece.tokens.tolist()
+        self.kinds += [piece.kind] * len(piece.tokens)
+
+    def until(self, position: int) -> History:
+        """Tokens up to and including `position`: prefilled ones are the prompt, rows were generated."""
+        pairs = list(zip(self.tokens[: position + 1], self.kinds, strict=False))
+        return History(
+            prompt=[token for token, kind in pairs if kind is SliceKind.PREFILL],
+            generated=[token for token, kind in pairs if kind is SliceKind.ROWS],
+        )
+
+
+_NO_HISTORY = History(prompt=(), generated=())
+
+
+class Head:
+    """Samples for the open streams of a last stage."""
+
+    def __init__(self) -> None:
+        self._streams: dict[StreamKey, _StreamTokens] = {}
+
+    def open(self, key: StreamKey, params: SamplingParams) -> None:
+        """Sample `key` by `params` from now on, with an empty history."""
+        self._streams[key] = _StreamTokens(params)
+
+    def close_stream(self, key: StreamKey) -> None:
+        """Forget a stream; unknown ones are ignored."""
+        self._streams.pop(key, None)
+
+    def sample(self, logits: Logits, slices: Sequence[RunSlice]) -> list[SliceResult]:
+        """Sample the rows a runner returned for `slices`, and remember the slices' tokens.
+
+        Args:
+            logits: [sum of num_sampled, vocab], slices in order, within a slice by position.
+            slices: what was run, all of open streams; also those that sample nothing, which become history.
+
+        Returns:
+            One result per slice, in order; its tokens are empty when nothing was sampled.
+        """
+        assert len(logits) == sum(piece.num_sampled for piece in slices), "one row of logits per sampled position"
+        # One call for all rows: most streams are greedy, and argmax over rows costs no more than over one.
+        highest = logits.argmax(axis=1).astype("<i4") if len(logits) else np.empty(0, "<i4")
+        results: list[SliceResult] = []
+        row = 0
+        for piece in slices:
+            stream = self._streams[piece.key]
+            if stream.params.has_penalties:
+                stream.advance(piece)
+            rows = slice(row, row + piece.num_sampled)
+            row += piece.num_sampled
+            if _is_plain(stream.params):
+                results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
+            else:
+                results.append(_sample_rows(stream, piece, logits[rows]))
+        return results
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return params.is_greedy and not params.has_penalties and params.top_logprobs is None
+
+
+def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits) -> SliceResult:
+    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one."""
+    params = stream.params
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    first = piece.start + len(piece.tokens) - piece.num_sampled  # logical position of the first sampled row
+    for offset, row in enumerate(logits):
+        history = stream.until(first + offset) if params.has_penalties else _NO_HISTORY
+        tokens.append(sample(row, params, position=first + offset, history=history))
+        if params.top_logprobs is not None:
+            logprobs.append(token_logprobs(row, tokens[-1], params, history))
+    encoded = np.array(tokens, dtype="<i4").tobytes()
+    return SliceResult(piece.key.stream, encoded, None if params.top_logprobs is None else tuple(logprobs))

@@ -1,0 +1,155 @@
+"""What both runners need of OpenVINO: one stage's model, the graph surgery they share, compiling, tensors and one way to infer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+import psutil
+from openvino import opset13
+
+from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError
+from langchain_pshard.core.messages import DType, Numerics
+
+SAMPLED_ROWS = "sampled_rows"
+"""Input of a last stage, i32 [n]: which rows of the batch the head computes logits for."""
+
+OV_TYPES: Mapping[DType, Any] = {DType.F32: ov.Type.f32, DType.BF16: ov.Type.bf16}
+KV_TYPES: Mapping[str, Any] = {"f32": ov.Type.f32, "bf16": ov.Type.bf16, "u8": ov.Type.u8}
+
+_AFTER_HEAD = frozenset({"Convert", "Multiply", "Divide", "Tanh"})
+"""What may stand between the head's matrix product and the output: casts, Granite's scale, Gemma's soft-cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModel:
+    """A stage as it was read from the bundle, and how it is to be run."""
+
+    model: Any  # ov.Model
+    core: Any  # ov.Core
+    properties: Mapping[str, Any]
+    numerics: Numerics
+    stage_name: str
+    """For messages."""
+    is_first: bool
+    is_last: bool
+    hidden_size: int
+    vocab_size: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    """Attention window of each layer of this stage."""
+    kv_memory_bytes: int
+
+    def compile(self, model: Any) -> Any:
+        """Compile the stage's model in the form a runner gave it.
+
+        Raises:
+            InvalidOptionError: the device refuses the model with these options.
+        """
+        try:
+            return self.core.compile_model(model, self.numerics.device, dict(self.properties))
+        except RuntimeError as error:
+            raise InvalidOptionError(
+                f"{self.stage_name} cannot be compiled for {self.numerics.device} by the {self.numerics.runner} runner with"
+                f" {dict(self.properties)}: {_last_line(error)}"
+            ) from error
+
+
+def gather_sampled_rows(model: Any, *, axis: int) -> None:
+    """Let a last stage compute logits only for the rows named by the input `SAMPLED_ROWS`.
+
+    A prefill chunk of 256 tokens would otherwise compute 256 rows of a vocabulary to use at most one. The rows are picked in front of the
+    head's matrix product, which treats every row alone: the logits that remain are the same bits.
+
+    Args:
+        model: changed in place.
+        axis: the axis of tokens, 0 in a paged graph and 1 in a stateful one.
+
+    Raises:
+        BundleError: the graph does not end in a matrix product.
+    """
+    result = model.get_results()[0]
+    node = result.input_value(0).get_node()
+    while node.get_type_name() in _AFTER_HEAD:
+        node = node.input_value(0).get_node()
+    if node.get_type_name() != "MatMul":
+        raise BundleError(f"the last stage ends in {node.get_type_name()}, not in the head's matrix product: export the model again")
+    rows = opset13.parameter([-1], dtype=np.int32, name=SAMPLED_ROWS)
+    rows.output(0).get_tensor().set_names({SAMPLED_ROWS})
+    picked = opset13.gather(node.input_value(0), rows, opset13.constant(axis, dtype=np.int64))
+    node.input(0).replace_source_output(picked.output(0))
+    model.add_parameters([rows])
+    model.validate_nodes_and_infer_types()
+
+
+def with_boundary(stage: StageModel) -> Any:
+    """The stage's model with its hidden input and output in the boundary type.
+
+    Not a matter of bytes alone: the plugin keeps what follows the last matrix product in f32 unless the output itself is bf16, and a
+    stage would end in another precision than the same layers inside the unsplit graph (FACTS: split invariance).
+    """
+    if stage.numerics.boundary is DType.F32:
+        return stage.model
+    prepost = ov.preprocess.PrePostProcessor(stage.model)
+    if not stage.is_first:
+        prepost.input("inputs_embeds").tensor().set_element_type(OV_TYPES[stage.numerics.boundary])
+    if not stage.is_last:
+        prepost.output(0).tensor().set_element_type(OV_TYPES[stage.numerics.boundary])
+    return prepost.build()
+
+
+def share(array: npt.NDArray[Any], element_type: Any) -> Any:
+    """An ov.Tensor over the array's own memory, which has to outlive it; bf16 is held as uint16."""
+    return ov.Tensor(array, ov.Shape(array.shape), element_type)
+
+
+def input_indices(compiled: Any) -> dict[str, int]:
+    """Input name (every one it has) to the index by which a request sets it: by index is the quickest way."""
+    return {name: idx for idx, port in enumerate(compiled.inputs) for name in port.get_names()}
+
+
+def infer(request: Any, stage_name: str) -> None:
+    """Run a request to its end.
+
+    Asynchronously on purpose: with one inference thread the synchronous call swallows exceptions and leaves stale outputs.
+
+    Raises:
+        InferenceError: the engine failed.
+    """
+    try:
+        request.start_async()
+        request.wait()
+    except RuntimeError as error:
+        raise InferenceError(f"{stage_name} failed to infer: {_last_line(error)}") from error
+
+
+def aligned(hidden: Tensor, boundary: DType) -> Tensor:
+    """`hidden` as the engine can read it: contiguous, aligned; copied only when it is not (a frame may start anywhere)."""
+    assert hidden.dtype == NUMPY_DTYPES[boundary], f"hidden states in {hidden.dtype}, the boundary carries {boundary.value}"
+    return np.require(hidden, requirements=("C", "A"))
+
+
+def check_memory(num_bytes: int, stage: StageModel) -> None:
+    """Refuse a KV budget the machine cannot hold: pages are taken as they are first written, so the allocation itself would not fail.
+
+    Raises:
+        CapacityError: with needed and available figures.
+    """
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise CapacityError(
+            f"the KV of {stage.stage_name} needs {num_bytes / 2**20:.0f} MiB, {available / 2**20:.0f} MiB of memory are available:"
+            " lower --kv-memory or serve fewer stages here"
+        )
+
+
+def _last_line(error: Exception) -> str:
+    """The line of an OpenVINO error that says what happened; the others say where in its sources."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

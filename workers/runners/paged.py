@@ -1,0 +1,249 @@
+"""The paged engine: one KV pool, any mix of slices of any streams in one inference.
+
+The stage graph becomes a paged-attention graph at load. What makes streams independent of their company, and a verified row the same bits
+as plain decoding, is how slices are laid out (FACTS: paged attention inside a stage):
+- a PREFILL slice is one subsequence of its n tokens;
+- a ROWS slice is n subsequences of one token each that share the stream's block table, with past lengths start, start + 1, ...; all new
+  K/V are written before attention runs, so a row sees the rows before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+from openvino import opset13
+from openvino._offline_transformations import paged_attention_transformation
+
+from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.messages import Numerics, SliceKind
+from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable, num_blocks_for
+from workers.runners.engine import (
+    OV_TYPES,
+    SAMPLED_ROWS,
+    StageModel,
+    aligned,
+    check_memory,
+    gather_sampled_rows,
+    infer,
+    input_indices,
+    share,
+    with_boundary,
+)
+from workers.runners.runner import Logits, RunSlice, StreamKey
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+_WINDOW_INPUT = 10
+"""Which input of PagedAttentionExtension is the sliding window, a scalar; 0 means none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A batch as paged attention wants it: n subsequences, t tokens in all."""
+
+    tokens: Int64s  # [t]
+    position_ids: Int64s  # [t]
+    past_lens: Int32s  # [n]
+    subsequence_begins: Int32s  # [n + 1]
+    block_indices: Int32s  # [sum of the subsequences' blocks]
+    block_indices_begins: Int32s  # [n + 1]
+    max_context_len: Int32s  # []
+    sampled_rows: Int32s  # [sum of num_sampled], indices into the t tokens
+
+
+def lay_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Layout:
+    """Lay slices out as subsequences; `tables[i]` is the block table of `slices[i]`. Pure."""
+    past_lens: list[int] = []
+    lengths: list[int] = []
+    blocks: list[Int32s] = []
+    sampled: list[int] = []
+    num_tokens = 0
+    for piece, table in zip(slices, tables, strict=True):
+        count = len(piece.tokens)
+        end = piece.start + count
+        if piece.kind is SliceKind.PREFILL:
+            past_lens.append(piece.start)
+            lengths.append(count)
+            blocks.append(table.blocks[: num_blocks_for(end)])
+        else:
+            past_lens.extend(range(piece.start, end))
+            lengths.extend([1] * count)
+            blocks.extend(table.blocks[: num_blocks_for(past + 1)] for past in range(piece.start, end))
+        num_tokens += count
+        sampled.extend(range(num_tokens - piece.num_sampled, num_tokens))
+    single = len(slices) == 1
+    return Layout(
+        tokens=(slices[0].tokens if single else np.concatenate([piece.tokens for piece in slices])).astype(np.int64),
+        position_ids=_ranges([(piece.start, len(piece.tokens)) for piece in slices]),
+        past_lens=np.array(past_lens, dtype=np.int32),
+        subsequence_begins=_begins(lengths),
+        block_indices=blocks[0] if len(blocks) == 1 else np.concatenate(blocks),
+        block_indices_begins=_begins([len(indices) for indices in blocks]),
+        max_context_len=np.array(max(past + length for past, length in zip(past_lens, lengths, strict=True)), dtype=np.int32),
+        sampled_rows=np.array(sampled, dtype=np.int32),
+    )
+
+
+def _ranges(spans: list[tuple[int, int]]) -> Int64s:
+    ranges = [np.arange(start, start + count, dtype=np.int64) for start, count in spans]
+    return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
+
+
+def _begins(lengths: list[int]) -> Int32s:
+    begins = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=begins[1:])
+    return begins
+
+
+class PagedRunner:
+    """A `Runner` over one paged-attention graph and one InferRequest.
+
+    Invariants: those of `Runner` and `BlockPool`; the pool's memory is finite numbers everywhere (attention may multiply what lies behind a
+    stream's end in its last block by zero, and zero times NaN is NaN), so it starts as zeros.
+    """
+
+    def __init__(self, stage: StageModel) -> None:
+        """Transform, compile and allocate the pool.
+
+        Raises:
+            InvalidOptionError: the device refuses the model, or `kv_memory_bytes` holds not even one block.
+            CapacityError: the machine has less memory available than the pool needs.
+        """
+        self._stage = stage
+        self._compiled = _compile(stage)
+        self._request = self._compiled.create_infer_request()
+        self._inputs = input_indices(self._compiled)
+        self._hidden_name = "input_ids" if stage.is_first else "inputs_embeds"
+        self._pool, self._caches = _allocate(stage, self._compiled)
+        for idx, cache in self._caches.items():
+            self._request.set_input_tensor(idx, cache)
+
+    @property
+    def numerics(self) -> Numerics:
+        return self._stage.numerics
+
+    @property
+    def is_rewind_exact(self) -> bool:
+        # u8 keys share a scale per channel over a block: a rejected token leaves its mark on it.
+        return self._stage.numerics.kv_precision != "u8"
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self._pool.num_tokens
+
+    @property
+    def kv_used_tokens(self) -> int:
+        return self._pool.used_tokens
+
+    def open(self, key: StreamKey, num_tokens: int) -> None:
+        self._pool.take(key, num_tokens)
+
+    def close_stream(self, key: StreamKey) -> None:
+        self._pool.release(key)
+
+    def run(self, slices: Sequence[RunSlice], hidden: Tensor | None) -> Tensor | Logits:
+        tables = [self._pool.table(piece.key) for piece in slices]
+        layout = lay_out(slices, tables)
+        for piece, table in zip(slices, tables, strict=True):
+            table.advance(piece.start, len(piece.tokens))
+        held = self._set_inputs(layout, hidden)
+        infer(self._request, self._stage.stage_name)
+        del held
+        return self._output(layout)
+
+    def _set_inputs(self, layout: Layout, hidden: Tensor | None) -> list[Any]:
+        """Set every input of the step. Returns the arrays the tensors look at: they have to live until the inference ends."""
+        if hidden is None:
+            assert self._stage.is_first, "a later stage needs hidden states"
+            source: npt.NDArray[Any] = layout.tokens
+            source_type = ov.Type.i64
+        else:
+            boundary = self._stage.numerics.boundary
+            source, source_type = aligned(hidden, boundary), OV_TYPES[boundary]
+        arrays: list[tuple[str, npt.NDArray[Any], Any]] = [
+            (self._hidden_name, source, source_type),
+            ("position_ids", layout.position_ids, ov.Type.i64),
+            ("past_lens", layout.past_lens, ov.Type.i32),
+            ("subsequence_begins", layout.subsequence_begins, ov.Type.i32),
+            ("block_indices", layout.block_indices, ov.Type.i32),
+            ("block_indices_begins", layout.block_indices_begins, ov.Type.i32),
+            ("max_context_len", layout.max_context_len, ov.Type.i32),
+        ]
+        if self._stage.is_last:
+            # An inference cannot have no row: without one to sample, row 0 stands in and is not returned.
+            rows = layout.sampled_rows if len(layout.sampled_rows) else np.zeros(1, dtype=np.int32)
+            arrays.append((SAMPLED_ROWS, rows, ov.Type.i32))
+        for name, array, element_type in arrays:
+            self._request.set_input_tensor(self._inputs[name], share(array, element_type))
+        return arrays
+
+    def _output(self, layout: Layout) -> Tensor | Logits:
+        data = self._request.get_output_tensor(0).data  # a view that the next inference overwrites: copied below
+        if self._stage.is_last:
+            logits: Logits = data.reshape(-1, self._stage.vocab_size)[: len(layout.sampled_rows)].copy()
+            return logits
+        dtype = NUMPY_DTYPES[self._stage.numerics.boundary]
+        hidden: Tensor = data.reshape(-1, self._stage.hidden_size).view(dtype).copy()
+        return hidden
+
+    def close(self) -> None:
+        self._request = self._compiled = None
+        self._caches = {}
+
+
+def _compile(stage: StageModel) -> Any:
+    """The paged-attention form of the stage graph, compiled."""
+    model = stage.model
+    paged_attention_transformation(model)
+    if not stage.is_first:
+        # Flattened to [-1, -1]; the last axis is known.
+        model.input("inputs_embeds").get_node().set_partial_shape(ov.PartialShape([-1, stage.hidden_size]))
+    _set_windows(model, stage)
+    model.validate_nodes_and_infer_types()
+    if stage.is_last:
+        gather_sampled_rows(model, axis=0)
+    return stage.compile(with_boundary(stage))
+
+
+def _set_windows(model: Any, stage: StageModel) -> None:
+    """Write each layer's window into its attention node: the transformation does not find it in our mask and leaves 0."""
+    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    if len(attentions) != len(stage.windows):
+        raise InvalidOptionError(
+            f"{stage.stage_name} has {len(attentions)} attention layers that can be paged, {len(stage.windows)} are needed:"
+            " run it with --runner stateful"
+        )
+    for node, window in zip(attentions, stage.windows, strict=True):  # layers follow one another, so graph order is layer order
+        node.input(_WINDOW_INPUT).replace_source_output(opset13.constant(window or 0, dtype=np.int32).output(0))
+
+
+def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, Any]]:
+    """The pool and its cache tensors by input index; shapes and types are the compiled model's (u8 pads them for its scales)."""
+    ports = {
+        idx: (port.get_element_type(), [dim.get_length() for dim in list(port.get_partial_shape())[1:]])
+        for idx, port in enumerate(compiled.inputs)
+        if any(name.startswith(("key_cache.", "value_cache.")) for name in port.get_names())
+    }
+    block_bytes = sum(int(np.prod(dims)) * element_type.size for element_type, dims in ports.values())
+    num_blocks = stage.kv_memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise InvalidOptionError(
+            f"--kv-memory of {stage.kv_memory_bytes} bytes holds no block of {BLOCK_TOKENS} positions on {stage.stage_name};"
+            f" valid: {block_bytes} bytes or more"
+        )
+    check_memory(num_blocks * block_bytes, stage)
+    caches = {
+        idx: share(np.zeros([num_blocks, *dims], dtype=_STORAGE[element_type.size]), element_type)
+        for idx, (element_type, dims) in ports.items()
+    }
+    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes), caches
+
+
+_STORAGE: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.float32}

@@ -1,0 +1,234 @@
+"""The stateful engine: one InferRequest per stream from one compiled model, KV in the request's own state.
+
+A state cannot shrink, so rejected tokens stay in their physical slots, masked out, and logical positions are tracked here: the graph's
+mask derives a slot's logical position from `attention_mask` alone. When the physical limit comes near, the live slots are moved together.
+
+Rewinds are exact under `exact` numerics only: under `fast`, holes in the cache change the order of sums by 1e-7, which dynamic
+quantization amplifies until tokens diverge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+
+from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.errors import CapacityError, InferenceError, InvalidOptionError
+from langchain_pshard.core.messages import Numerics
+from workers.runners.engine import (
+    KV_TYPES,
+    OV_TYPES,
+    SAMPLED_ROWS,
+    StageModel,
+    aligned,
+    check_memory,
+    gather_sampled_rows,
+    infer,
+    input_indices,
+    share,
+    with_boundary,
+)
+from workers.runners.runner import Logits, RunSlice, StreamKey
+
+Int64s = npt.NDArray[np.int64]
+
+_SLACK = 1.5
+"""Physical slots per reserved position: a compaction costs tens of decode steps; half a reservation of rejected tokens lies between two."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotMap:
+    """Which physical slot holds which logical position of one stream. Pure.
+
+    Invariants: `slots` is increasing (so the graph's cumulative mask gives every live slot its position); a slot is unmasked exactly
+    when it is in `slots`; no slot is at or beyond `limit`; `limit >= num_reserved`, so moving together always makes room.
+    """
+
+    num_reserved: int
+    mask: Int64s = field(init=False)  # [limit], 1 on live slots
+    num_slots: int = field(default=0, init=False)
+    slots: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.mask = np.zeros(int(self.num_reserved * _SLACK) + 1, dtype=np.int64)
+
+    @property
+    def limit(self) -> int:
+        return len(self.mask)
+
+    @property
+    def length(self) -> int:
+        """Logical positions held."""
+        return len(self.slots)
+
+    def rewind(self, start: int) -> None:
+        """Forget the positions from `start` on: their slots stay, masked."""
+        assert 0 <= start <= self.length, f"slice starts at {start}, the stream holds {self.length}"
+        self.mask[self.slots[start:]] = 0
+        del self.slots[start:]
+
+    def needs_compaction(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` more slots pass the limit."""
+        assert self.length + num_tokens <= self.num_reserved, f"{self.length + num_tokens} positions, {self.num_reserved} are reserved"
+        return self.num_slots + num_tokens > self.limit
+
+    def compact(self) -> list[int]:
+        """Renumber the live slots 0, 1, ..; returns where each was."""
+        moved = self.slots
+        self.slots = list(range(len(moved)))
+        self.num_slots = len(moved)
+        self.mask[:] = 0
+        self.mask[: self.num_slots] = 1
+        return moved
+
+    def append(self, num_tokens: int) -> Int64s:
+        """Take slots for the next positions; returns the mask over all slots, [num_slots], a view."""
+        self.slots.extend(range(self.num_slots, self.num_slots + num_tokens))
+        self.mask[self.num_slots : self.num_slots + num_tokens] = 1
+        self.num_slots += num_tokens
+        return self.mask[: self.num_slots]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stream:
+    request: Any  # ov.InferRequest; its state holds slot_map.num_slots slots
+    slot_map: SlotMap
+
+
+class StatefulRunner:
+    """A `Runner` with one InferRequest per stream; the slices of a batch run one after another.
+
+    A ROWS slice runs as one inference of its tokens: in this graph rows are no kernel of their own.
+    """
+
+    def __init__(self, stage: StageModel) -> None:
+        """Compile the stage.
+
+        Raises:
+            InvalidOptionError: the device refuses the model, or `kv_memory_bytes` holds not even one position.
+            CapacityError: the machine has less memory available than the KV budget.
+        """
+        self._stage = stage
+        if stage.is_last:
+            gather_sampled_rows(stage.model, axis=1)
+        self._compiled = stage.compile(with_boundary(stage))
+        self._inputs = input_indices(self._compiled)
+        self._hidden_name = "input_ids" if stage.is_first else "inputs_embeds"
+        self._beam_idx = np.zeros(1, dtype=np.int32)  # one sequence per request: the only valid row is 0
+        self._streams: dict[StreamKey, _Stream] = {}
+        kv_type = KV_TYPES[stage.numerics.kv_precision]
+        self._token_bytes = int(2 * len(stage.windows) * stage.num_kv_heads * stage.head_dim * kv_type.size * _SLACK)
+        self._capacity = stage.kv_memory_bytes // self._token_bytes
+        if self._capacity < 1:
+            raise InvalidOptionError(
+                f"--kv-memory of {stage.kv_memory_bytes} bytes holds no position on {stage.stage_name};"
+                f" valid: {self._token_bytes} bytes or more"
+            )
+        check_memory(self._capacity * self._token_bytes, stage)
+
+    @property
+    def numerics(self) -> Numerics:
+        return self._stage.numerics
+
+    @property
+    def is_rewind_exact(self) -> bool:
+        return self._stage.numerics.name == "exact" and self._stage.numerics.kv_precision != "u8"
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self._capacity
+
+    @property
+    def kv_used_tokens(self) -> int:
+        return sum(stream.slot_map.num_reserved for stream in self._streams.values())
+
+    def open(self, key: StreamKey, num_tokens: int) -> None:
+        assert key not in self._streams, f"{key} is open already"
+        free = self._capacity - self.kv_used_tokens
+        if num_tokens > free:
+            raise CapacityError(
+                f"a stream needs {self._size(num_tokens)} of KV; {self._size(free)} are free of {self._size(self._capacity)}:"
+                " wait for other streams to end, ask for fewer tokens, or raise --kv-memory"
+            )
+        self._streams[key] = _Stream(request=self._compiled.create_infer_request(), slot_map=SlotMap(num_reserved=num_tokens))
+
+    def _size(self, num_tokens: int) -> str:
+        return f"{num_tokens} positions ({num_tokens * self._token_bytes / 2**20:.1f} MiB)"
+
+    def close_stream(self, key: StreamKey) -> None:
+        self._streams.pop(key, None)
+
+    def run(self, slices: Sequence[RunSlice], hidden: Tensor | None) -> Tensor | Logits:
+        pieces: list[Any] = []
+        begin = 0
+        for piece in slices:
+            end = begin + len(piece.tokens)
+            pieces.append(self._run_one(piece, None if hidden is None else hidden[begin:end]))
+            begin = end
+        joined: Tensor | Logits = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return joined
+
+    def _run_one(self, piece: RunSlice, hidden: Tensor | None) -> Tensor | Logits:
+        stream = self._streams[piece.key]
+        count = len(piece.tokens)
+        stream.slot_map.rewind(piece.start)
+        if piece.start == 0:
+            stream.request.reset_state()
+            stream.slot_map.compact()
+        elif stream.slot_map.needs_compaction(count):
+            self._compact(stream)
+        mask = stream.slot_map.append(count)
+        positions = np.arange(piece.start, piece.start + count, dtype=np.int64)
+        held = self._set_inputs(stream.request, piece, mask[None], positions[None], hidden)
+        infer(stream.request, self._stage.stage_name)
+        del held  # the tensors looked at these arrays until now
+        return self._output(stream.request, piece)
+
+    def _set_inputs(self, request: Any, piece: RunSlice, mask: Int64s, positions: Int64s, hidden: Tensor | None) -> list[Any]:
+        if hidden is None:
+            assert self._stage.is_first, "a later stage needs hidden states"
+            source: npt.NDArray[Any] = piece.tokens.astype(np.int64)[None]
+            source_type = ov.Type.i64
+        else:
+            boundary = self._stage.numerics.boundary
+            source, source_type = aligned(hidden, boundary)[None], OV_TYPES[boundary]
+        arrays: list[tuple[str, npt.NDArray[Any], Any]] = [
+            (self._hidden_name, source, source_type),
+            ("attention_mask", mask, ov.Type.i64),
+            ("position_ids", positions, ov.Type.i64),
+            ("beam_idx", self._beam_idx, ov.Type.i32),
+        ]
+        if self._stage.is_last:
+            # An inference cannot have no row: without one to sample, the last stands in and is not returned.
+            first = len(piece.tokens) - max(piece.num_sampled, 1)
+            arrays.append((SAMPLED_ROWS, np.arange(first, len(piece.tokens), dtype=np.int32), ov.Type.i32))
+        for name, array, element_type in arrays:
+            request.set_input_tensor(self._inputs[name], share(array, element_type))
+        return arrays
+
+    def _output(self, request: Any, piece: RunSlice) -> Tensor | Logits:
+        data = request.get_output_tensor(0).data[0]  # a view that the next inference overwrites: copied below
+        if self._stage.is_last:
+            logits: Logits = data[: piece.num_sampled].copy()
+            return logits
+        hidden: Tensor = data.view(NUMPY_DTYPES[self._stage.numerics.boundary]).copy()
+        return hidden
+
+    def _compact(self, stream: _Stream) -> None:
+        """Move the live slots of every layer's state together."""
+        live = stream.slot_map.compact()
+        try:
+            for variable in stream.request.query_state():
+                kept = np.ascontiguousarray(variable.state.data[:, :, live])  # [1, kv_heads, slots, head_dim]
+                variable.state = share(kept, variable.state.element_type)
+        except RuntimeError as error:
+            raise InferenceError(f"{self._stage.stage_name} failed to compact the KV of a stream: {error}") from error
+
+    def close(self) -> None:
+        self._streams.clear()
+        self._compiled = None

@@ -1,0 +1,206 @@
+"""One stage of a bundle, made ready to run: model, device, precisions, engine.
+
+OpenVINO is imported where it is used, so that options can be checked, and a missing installation explained, without it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from langchain_pshard.core.bundle import MODEL_XML, Manifest, WeightMode, stage_dir
+from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.errors import BundleError, InvalidOptionError, MissingExtraError
+from langchain_pshard.core.messages import ClientId, DType, Numerics, SliceKind, StreamId
+from workers.runners.runner import Runner, RunSlice, StreamKey
+
+RunnerName = Literal["paged", "stateful"]
+NumericsName = Literal["fast", "exact"]
+KvPrecision = Literal["f32", "bf16", "u8"]
+
+DEFAULT_KV_MEMORY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a worker runs its stages.
+
+    Raises:
+        InvalidOptionError: a value outside its range; the message names option, value and range.
+    """
+
+    device: str = "CPU"
+    runner: RunnerName = "paged"
+    numerics: NumericsName = "fast"
+    kv_precision: KvPrecision | None = None
+    """None: that of the inference, which alone keeps rewinds exact; u8 halves the memory and gives that up."""
+    threads: int | None = None
+    """Inference threads; None leaves the choice to the device."""
+    kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES
+    """KV memory of each stage."""
+    cache_dir: Path | None = None
+    """Where compiled models are kept between starts; None: nowhere."""
+
+    def __post_init__(self) -> None:
+        _check_one_of("runner", self.runner, get_args(RunnerName))
+        _check_one_of("numerics", self.numerics, get_args(NumericsName))
+        if self.kv_precision is not None:
+            _check_one_of("kv_precision", self.kv_precision, get_args(KvPrecision))
+        if self.threads is not None and self.threads < 1:
+            raise InvalidOptionError(f"threads={self.threads} is out of range; valid: 1 or more")
+        if self.kv_memory_bytes < 1:
+            raise InvalidOptionError(f"kv_memory_bytes={self.kv_memory_bytes} is out of range; valid: 1 or more")
+
+
+def _check_one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise InvalidOptionError(f"{name}={value!r} is unknown; valid: {', '.join(valid)}")
+
+
+def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Settings) -> Runner:
+    """Load a stage, compile it and warm it up: the first inference re-packs the weights, so only now is it ready.
+
+    Raises:
+        MissingExtraError: OpenVINO is not installed.
+        InvalidOptionError: the stage or device does not exist, or the device cannot run the stage with these settings.
+        BundleError: the stage's model cannot be read.
+        CapacityError: the KV pool does not fit into the memory available.
+    """
+    ov = _openvino()
+    if not 0 <= stage_idx < manifest.num_stages:
+        raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
+    core = ov.Core()
+    _check_device(core, settings)
+    _avoid_amx_crash(manifest, settings)
+    numerics, properties = _choose_numerics(ov, core, settings)
+
+    from workers.runners.engine import StageModel
+    from workers.runners.paged import PagedRunner
+    from workers.runners.stateful import StatefulRunner
+
+    span = manifest.stages[stage_idx].span
+    stage = StageModel(
+        model=_read(core, bundle / stage_dir(stage_idx) / MODEL_XML),
+        core=core,
+        properties=MappingProxyType(properties),
+        numerics=numerics,
+        stage_name=f"stage {stage_idx}",
+        is_first=stage_idx == 0,
+        is_last=stage_idx == manifest.num_stages - 1,
+        hidden_size=manifest.hidden_size,
+        vocab_size=manifest.vocab_size,
+        num_kv_heads=manifest.num_kv_heads,
+        head_dim=manifest.head_dim,
+        windows=manifest.attention_windows[span.start : span.end],
+        kv_memory_bytes=settings.kv_memory_bytes,
+    )
+    runner: Runner = PagedRunner(stage) if settings.runner == "paged" else StatefulRunner(stage)
+    _warm_up(runner, None if stage.is_first else manifest.hidden_size)
+    return runner
+
+
+def _openvino() -> ModuleType:
+    try:
+        import openvino
+        import psutil  # noqa: F401  # the runners need it; part of the same extra
+    except ImportError as error:
+        raise MissingExtraError("pshard-worker", "worker") from error
+    module: ModuleType = openvino
+    return module
+
+
+def _check_device(core: Any, settings: Settings) -> None:
+    available = core.available_devices
+    if settings.device not in available and settings.device not in {name.split(".")[0] for name in available}:
+        raise InvalidOptionError(f"device {settings.device!r} does not exist on this machine; available: {', '.join(available)}")
+    if settings.runner == "paged" and settings.device != "CPU":
+        raise InvalidOptionError(f"the paged runner runs on CPU, not on {settings.device}; valid: --runner stateful")
+
+
+def _read(core: Any, path: Path) -> Any:
+    try:
+        return core.read_model(path)
+    except RuntimeError as error:
+        raise BundleError(f"{path} cannot be read as an OpenVINO model: copy or export it again ({str(error).splitlines()[-1]})") from error
+
+
+def _choose_numerics(ov: ModuleType, core: Any, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
+    """The numerics class and the properties that compile a stage into it."""
+    has_bf16 = "BF16" in core.get_property(settings.device, "OPTIMIZATION_CAPABILITIES")
+    is_fast = settings.numerics == "fast"
+    inference = "bf16" if is_fast and has_bf16 else "f32"
+    kv = settings.kv_precision or inference
+    if kv not in (inference, "u8"):
+        raise InvalidOptionError(
+            f"kv_precision={kv!r} does not go with {settings.numerics} numerics on this {settings.device}, which computes in {inference};"
+            f" valid: {inference}, u8"
+        )
+    properties: dict[str, Any] = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": inference,
+        "KV_CACHE_PRECISION": kv,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": _QUANTIZATION_GROUP if is_fast else 0,
+        "EXECUTION_MODE_HINT": "PERFORMANCE" if is_fast else "ACCURACY",
+    }
+    if settings.threads is not None:
+        properties["INFERENCE_NUM_THREADS"] = settings.threads
+    if settings.cache_dir is not None:
+        properties["CACHE_DIR"] = str(settings.cache_dir)
+    numerics = Numerics(
+        name=settings.numerics,
+        runner=settings.runner,
+        device=settings.device,
+        openvino=str(ov.__version__).split("-")[0],
+        inference_precision=inference,
+        kv_precision=kv,
+        dynamic_quantization_group_size=int(properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"]),
+        boundary=DType.BF16 if inference == "bf16" else DType.F32,
+    )
+    return numerics, properties
+
+
+_QUANTIZATION_GROUP = 32
+"""Values of an activation that share a scale: the CPU plugin's default, stated so that it is the same on every machine."""
+
+
+def _avoid_amx_crash(manifest: Manifest, settings: Settings) -> None:
+    """Keep the CPU plugin from a fusion that kills the process.
+
+    On CPUs with AMX the plugin fuses the matrix products of an MLP for all weights but int4; compiled for one thread that fusion
+    divides by zero (SIGFPE, openvino issue 33300). Without AMX it is not tried. oneDNN reads the variable once, at the process's first
+    compilation, so every stage of a worker has to come through here.
+    """
+    threads = settings.threads or _available_cpus()
+    if settings.device == "CPU" and threads == 1 and manifest.weight_mode is not WeightMode.INT4:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def _available_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _warm_up(runner: Runner, hidden_size: int | None) -> None:
+    """Run each kind of kernel once: a prefill, one row, several rows. `hidden_size` is None on a first stage."""
+    key = StreamKey(ClientId("warm-up"), StreamId(0))
+    num_prefill, num_rows = 16, 4
+    runner.open(key, num_prefill + 1 + num_rows)
+    try:
+        start = 0
+        for count, kind in ((num_prefill, SliceKind.PREFILL), (1, SliceKind.ROWS), (num_rows, SliceKind.ROWS)):
+            piece = RunSlice(key=key, start=start, tokens=np.zeros(count, dtype=np.int32), kind=kind, num_sampled=1)
+            runner.run([piece], None if hidden_size is None else _zeros(count, hidden_size, runner.numerics.boundary))
+            start += count
+    finally:
+        runner.close_stream(key)
+
+
+def _zeros(num_tokens: int, hidden_size: int, boundary: DType) -> Tensor:
+    hidden: Tensor = np.zeros((num_tokens, hidden_size), dtype=NUMPY_DTYPES[boundary])
+    return hidden
