@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -107,7 +107,9 @@ class ChatPShard(CallOptions, BaseChatModel):
                 raise InvalidOptionError("workers is empty; pass the address of every stage's worker")
             changed = [name for name, default in _LOCAL_ONLY.items() if getattr(self, name) != default]
             if changed:
-                raise InvalidOptionError(f"{', '.join(changed)} is for workers started with bundle=...; running workers have theirs already")
+                raise InvalidOptionError(
+                    f"{', '.join(changed)} is for workers started with bundle=...; running workers have theirs already"
+                )
         self.generation_params()
         self._add_version("langchain-pshard", _version())
         self._share.hold(self._fleet_settings)
@@ -147,7 +149,8 @@ class ChatPShard(CallOptions, BaseChatModel):
 
     async def _aconnect(self) -> Connection:
         # Opening blocks for as long as workers take to load, so not on the loop; it is done once, by whoever comes first.
-        return self._share.peek() or await asyncio.to_thread(self._connect)
+        connection = self._share.peek()
+        return connection if connection is not None else await asyncio.to_thread(self._connect)
 
     # --- the four ways to generate --------------------------------------------------------------------------------------
 
@@ -173,7 +176,11 @@ class ChatPShard(CallOptions, BaseChatModel):
         return self.changed(own if stop is None else own | {"stop": stop})
 
     def _generate(
-        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002  # LangChain's signature
+        **kwargs: Any,
     ) -> ChatResult:
         call = self._call(self._connect(), messages, stop, kwargs)
         return call.reply.result(_pieces(call))
@@ -182,7 +189,7 @@ class ChatPShard(CallOptions, BaseChatModel):
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002  # LangChain's signature
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(await self._aconnect(), messages, stop, kwargs)
@@ -227,7 +234,7 @@ class ChatPShard(CallOptions, BaseChatModel):
         """As LangChain's, but all at once unless `max_concurrency` says otherwise: the fleet serves them in shared steps."""
         return super().batch(inputs, _all_at_once(config, len(inputs)), return_exceptions=return_exceptions, **kwargs)
 
-    def batch_as_completed(
+    def batch_as_completed(  # type: ignore[override]  # one signature for the two overloads
         self,
         inputs: Sequence[LanguageModelInput],
         config: RunnableConfig | Sequence[RunnableConfig] | None = None,
@@ -236,7 +243,8 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[tuple[int, AIMessage | Exception]]:
         """See `batch`."""
-        return super().batch_as_completed(inputs, _all_at_once(config, len(inputs)), return_exceptions=return_exceptions, **kwargs)
+        spread = _all_at_once(config, len(inputs))
+        yield from super().batch_as_completed(inputs, spread, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload]
 
     # --- what LangChain wants to know ---------------------------------------------------------------------------------------
 
@@ -313,7 +321,7 @@ class ChatPShard(CallOptions, BaseChatModel):
 # --- the two loops over pipeline pieces ---------------------------------------------------------------------------------------
 
 
-def _pieces(call: _Call) -> Iterator[GenerationChunk]:
+def _pieces(call: _Call) -> Generator[GenerationChunk, None, None]:
     num_left = call.max_retries
     while True:
         has_begun = False
@@ -327,7 +335,7 @@ def _pieces(call: _Call) -> Iterator[GenerationChunk]:
             num_left = _retries_left(error, num_left, has_begun=has_begun)
 
 
-async def _apieces(call: _Call) -> AsyncIterator[GenerationChunk]:
+async def _apieces(call: _Call) -> AsyncGenerator[GenerationChunk, None]:
     num_left = call.max_retries
     while True:
         has_begun = False
