@@ -7,12 +7,11 @@ twice, once for threads and once for event loops, and neither half contains more
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 from uuid import uuid4
@@ -29,6 +28,7 @@ from langchain_pshard.call_options import CallOptions
 from langchain_pshard.connection import Connection, FleetSettings, Share
 from langchain_pshard.core.bundle import TOKENIZER_DIR, load_manifest
 from langchain_pshard.core.errors import BundleError, ContextOverflowError, DeadlineError, InvalidOptionError, PShardError
+from langchain_pshard.core.version import software_version
 from langchain_pshard.pipeline.generation import GenerationChunk, GenerationParams
 from langchain_pshard.prompt import Prompter
 from langchain_pshard.reply import PROVIDER, Reply
@@ -36,6 +36,7 @@ from langchain_pshard.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+_VERSION = software_version()
 _MAX_BATCH_THREADS = 256
 _LOCAL_ONLY = {"runner": "paged", "numerics": "fast", "kv_memory": None, "threads": None}
 
@@ -111,7 +112,7 @@ class ChatPShard(CallOptions, BaseChatModel):
                     f"{', '.join(changed)} is for workers started with bundle=...; running workers have theirs already"
                 )
         self.generation_params()
-        self._add_version("langchain-pshard", _version())
+        self._add_version("langchain-pshard", _VERSION)
         self._share.hold(self._fleet_settings)
         return self
 
@@ -379,8 +380,3 @@ def _is_on_event_loop() -> bool:
 @lru_cache(maxsize=4)
 def _read_tokenizer(bundle: Path) -> Tokenizer:
     return Tokenizer.from_folder(bundle / TOKENIZER_DIR)
-
-
-@cache
-def _version() -> str:
-    return importlib.metadata.version("langchain-pshard")
