@@ -1,7 +1,7 @@
 """Who may open a stream, and when: first come, first served; every stage sets the KV aside or none does. Pure.
 
-Opens go out for several waiting streams at once. When one is refused for want of room, only the head of the queue tries again, when a stream
-ends or a short time later; every success doubles the number of tries again. So a large stream at the head is not starved by small ones.
+Opens go out for several waiting streams at once. When one is refused for want of room, only the head of the queue tries again, when a
+stream ends or a short time later; every success doubles the number of tries again. So small streams never starve a large one at the head.
 """
 
 from __future__ import annotations

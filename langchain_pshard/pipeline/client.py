@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import queue
 import secrets
 import socket
@@ -15,6 +14,7 @@ from typing import Self
 from langchain_pshard.core.bundle import Manifest
 from langchain_pshard.core.errors import CapacityError, ContextOverflowError, InvalidOptionError, PShardError, WorkerUnreachableError
 from langchain_pshard.core.messages import ClientId, Fetch, Fetched, GetStatus, Message, RequestId, Status
+from langchain_pshard.core.version import software_version
 from langchain_pshard.output import TextStream
 from langchain_pshard.pipeline.assembler import Assembler, joined
 from langchain_pshard.pipeline.chain import Chain
@@ -173,7 +173,9 @@ class PipelineClient:
         Raises:
             ClosedError: the client is closed.
         """
-        inboxes = [_ask(self._reactor, address, lambda request: GetStatus(request=request), STATUS_TIMEOUT_S) for address in self._addresses]
+        inboxes = [
+            _ask(self._reactor, address, lambda request: GetStatus(request=request), STATUS_TIMEOUT_S) for address in self._addresses
+        ]
         chain = self.chain
         return FleetStatus(
             workers=tuple(
@@ -201,9 +203,7 @@ class PipelineClient:
         context_length = self.manifest.context_length
         max_tokens = min(DEFAULT_MAX_TOKENS, context_length - len(tokens)) if params.max_tokens is None else params.max_tokens
         if max_tokens < 1 or len(tokens) + max_tokens > context_length:
-            raise ContextOverflowError.of(
-                num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length
-            )
+            raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
 
         def make(sink: Sink) -> StreamRequest:
@@ -252,7 +252,7 @@ def _session(addresses: tuple[str, ...], connect_timeout_s: float, options: Clie
     return Session(
         ClientId(secrets.token_hex(8)),
         addresses,
-        software=importlib.metadata.version("langchain-pshard"),
+        software=software_version(),
         connect_timeout_s=connect_timeout_s,
         options=options,
         now=now,
@@ -289,9 +289,7 @@ def _probed(addresses: Sequence[str]) -> str:
     return " ".join(found)
 
 
-def _ask(
-    reactor: Reactor, address: str, build: Callable[[RequestId], Message], timeout_s: float
-) -> queue.SimpleQueue[Reply | PShardError]:
+def _ask(reactor: Reactor, address: str, build: Callable[[RequestId], Message], timeout_s: float) -> queue.SimpleQueue[Reply | PShardError]:
     """Send a control request; its reply, or the error, arrives in the inbox within `timeout_s`."""
     inbox: queue.SimpleQueue[Reply | PShardError] = queue.SimpleQueue()
 
@@ -313,7 +311,5 @@ def _fetch_piece(reactor: Reactor, address: str, sha256: str, offset: int) -> Fe
 
 def _health(address: str, stages: tuple[int, ...], outcome: Reply | PShardError) -> WorkerHealth:
     if isinstance(outcome, Reply) and isinstance(outcome.message, Status):
-        return WorkerHealth(
-            address=address, stages=stages, round_trip_ms=1e3 * outcome.round_trip_s, status=outcome.message, error=None
-        )
+        return WorkerHealth(address=address, stages=stages, round_trip_ms=1e3 * outcome.round_trip_s, status=outcome.message, error=None)
     return WorkerHealth(address=address, stages=stages, round_trip_ms=None, status=None, error=str(outcome))

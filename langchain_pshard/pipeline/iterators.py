@@ -1,7 +1,7 @@
 """What `generate` and `agenerate` hand to their callers: two thin loops over one assembler.
 
-Both stop the work on the fleet when they are closed, abandoned (garbage collected) or cancelled. The reactor holds only the inbox, never the
-iterator, so that an abandoned one can be collected.
+Both stop the work on the fleet when they are closed, abandoned (garbage collected) or cancelled. The reactor holds only the inbox, never
+the iterator, so that an abandoned one can be collected.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Reactor:
                 for event in events:
                     self._perform(self._decide(event))
                 self._tick()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - our own bug; whoever waits must hear of it
             _log.exception("the client's reactor failed")
             failure = ClosedError(f"the client failed inside and is closed: {error!r}")
         finally:

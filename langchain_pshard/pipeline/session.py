@@ -254,8 +254,7 @@ class Session:
                 slices.append(stream.next_rows(min(plan.max_drafts, self._options.max_draft_tokens), step_id, now))
             except PShardError as error:
                 failed += self._end([(stream, error)])
-        for chunk in plan.chunks:
-            slices.append(self._streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now))
+        slices += [self._streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
         return slices, failed
 
     def _on_result(self, message: StepResult, now: float) -> tuple[list[Instruction], list[Instruction]]:
@@ -320,7 +319,9 @@ class Session:
         ended: list[tuple[Stream, PShardError | None]] = []
         for stream in [*self._streams.values(), *self._admission.waiting.values(), *(o.stream for o in self._admission.opening.values())]:
             if stream.deadline is not None and now >= stream.deadline:
-                text = f"the generation took longer than timeout_s={stream.request.timeout_s:g} ({len(stream.tokens)} tokens were generated)"
+                text = (
+                    f"the generation took longer than timeout_s={stream.request.timeout_s:g} ({len(stream.tokens)} tokens were generated)"
+                )
                 ended.append((stream, DeadlineError(text)))
             elif stream.num_in_flight and now - stream.waiting_since >= self._options.step_timeout_s:
                 text = f"a step brought no answer for {self._options.step_timeout_s:g} s, though all workers answer pings"

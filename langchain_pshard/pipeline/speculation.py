@@ -29,12 +29,13 @@ def draft(drafter: Drafter, tokens: Sequence[int], *, max_tokens: int, vocab_siz
         return ()
     try:
         proposed = tuple(int(token) for token in drafter.propose(tokens, max_tokens))[:max_tokens]
-    except Exception as error:  # noqa: BLE001 - the caller's own code; its fault ends this stream alone
+    except Exception as error:  # the caller's own code; its fault ends this stream alone
         raise InvalidOptionError(f"the drafter {type(drafter).__name__} failed: {error!r}") from error
     for token in proposed:
         if not 0 <= token < vocab_size:
             raise InvalidOptionError(
-                f"the drafter {type(drafter).__name__} proposed token {token}; valid: 0 to {vocab_size - 1}: draft with the model's own tokenizer"
+                f"the drafter {type(drafter).__name__} proposed token {token}; valid: 0 to {vocab_size - 1}:"
+                " draft with the model's own tokenizer"
             )
     return proposed
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
-from langchain_pshard.core.errors import PShardError, ProtocolError
+from langchain_pshard.core.errors import ProtocolError, PShardError
 from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.generation import FinishReason, GenerationStats

@@ -1,7 +1,7 @@
 """The hub without sockets, for tests of client and worker: links between hubs of one `MemoryNetwork`, through the real codec.
 
-It behaves like the ZeroMQ one where that matters: a dialled link queues for a peer that is not there yet, survives the peer (with a `Lost`),
-and delivers to whoever listens at the address next. A test may drop, double or hold back messages by a rule of its own.
+It behaves like the ZeroMQ one where that matters: a dialled link queues for a peer that is not there yet, survives the peer (with a
+`Lost`), and delivers to whoever listens at the address next. A test may drop, double or hold back messages by a rule of its own.
 """
 
 from __future__ import annotations
