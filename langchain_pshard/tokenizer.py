@@ -109,7 +109,7 @@ class Tokenizer:
         return ids
 
     def hide_special_tokens(self, text: str, placeholder_of: Mapping[str, str]) -> str:
-        """`text` with placeholders for what is, or could become, a special token: whole ones, and edges which text around them may complete.
+        """`text` with placeholders for whole special tokens in it, and for edges that text around it may complete to one.
 
         Args:
             text: what a user, a tool or a model wrote.
@@ -156,7 +156,8 @@ class Tokenizer:
                 run.clear()
             if token_id >= 0 and (token := self._fast.id_to_token(token_id)) is not None:
                 tokens.append(token)
-        return self._fast.decoder.decode(tokens)  # type: ignore[union-attr]  # byte tokens exist only where a decoder knows them
+        assert self._fast.decoder is not None  # byte tokens are known only where a decoder reads them
+        return str(self._fast.decoder.decode(tokens))
 
     def _encode_plain(self, text: str) -> list[int]:
         """Ids of `text` with no special token among them, whatever it spells."""

@@ -123,7 +123,7 @@ def test_no_messages() -> None:
 
 def test_roles() -> None:
     assert template_messages([ChatMessage("x", role="developer")])[0]["role"] == "system"
-    with pytest.raises(InvalidOptionError, match="'im_end' is unknown; valid: .*user"):
+    with pytest.raises(InvalidOptionError, match=r"'im_end' is unknown; valid: .*user"):
         template_messages([ChatMessage("x", role="im_end")])
 
 
