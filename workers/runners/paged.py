@@ -19,13 +19,14 @@ import openvino as ov
 from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.messages import Numerics, SliceKind
 from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable, num_blocks_for
 from workers.runners.engine import (
     OV_TYPES,
     SAMPLED_ROWS,
+    Port,
     StageModel,
     aligned,
     check_memory,
@@ -120,7 +121,6 @@ class PagedRunner:
         self._compiled = _compile(stage)
         self._request = self._compiled.create_infer_request()
         self._inputs = input_indices(self._compiled)
-        self._hidden_name = "input_ids" if stage.is_first else "inputs_embeds"
         self._pool, self._caches = _allocate(stage, self._compiled)
         for idx, cache in self._caches.items():
             self._request.set_input_tensor(idx, cache)
@@ -153,45 +153,32 @@ class PagedRunner:
         layout = lay_out(slices, tables)
         for piece, table in zip(slices, tables, strict=True):
             table.advance(piece.start, len(piece.tokens))
-        held = self._set_inputs(layout, hidden)
-        infer(self._request, self._stage.stage_name)
-        del held
-        return self._output(layout)
+        num_rows = max(1, len(layout.sampled_rows)) if self._stage.is_last else len(layout.tokens)
+        output, element_type = self._stage.empty_output(num_rows)
+        infer(self._request, self._step_inputs(layout, hidden), Port(0, output[:, None], element_type), self._stage.stage_name)
+        return output[: len(layout.sampled_rows)] if self._stage.is_last else output
 
-    def _set_inputs(self, layout: Layout, hidden: Tensor | None) -> list[Any]:
-        """Set every input of the step. Returns the arrays the tensors look at: they have to live until the inference ends."""
+    def _step_inputs(self, layout: Layout, hidden: Tensor | None) -> list[Port]:
+        at = self._inputs
         if hidden is None:
             assert self._stage.is_first, "a later stage needs hidden states"
-            source: npt.NDArray[Any] = layout.tokens
-            source_type = ov.Type.i64
+            inputs = [Port(at["input_ids"], layout.tokens, ov.Type.i64)]
         else:
             boundary = self._stage.numerics.boundary
-            source, source_type = aligned(hidden, boundary), OV_TYPES[boundary]
-        arrays: list[tuple[str, npt.NDArray[Any], Any]] = [
-            (self._hidden_name, source, source_type),
-            ("position_ids", layout.position_ids, ov.Type.i64),
-            ("past_lens", layout.past_lens, ov.Type.i32),
-            ("subsequence_begins", layout.subsequence_begins, ov.Type.i32),
-            ("block_indices", layout.block_indices, ov.Type.i32),
-            ("block_indices_begins", layout.block_indices_begins, ov.Type.i32),
-            ("max_context_len", layout.max_context_len, ov.Type.i32),
+            inputs = [Port(at["inputs_embeds"], aligned(hidden, boundary), OV_TYPES[boundary])]
+        inputs += [
+            Port(at["position_ids"], layout.position_ids, ov.Type.i64),
+            Port(at["past_lens"], layout.past_lens, ov.Type.i32),
+            Port(at["subsequence_begins"], layout.subsequence_begins, ov.Type.i32),
+            Port(at["block_indices"], layout.block_indices, ov.Type.i32),
+            Port(at["block_indices_begins"], layout.block_indices_begins, ov.Type.i32),
+            Port(at["max_context_len"], layout.max_context_len, ov.Type.i32),
         ]
         if self._stage.is_last:
             # An inference cannot have no row: without one to sample, row 0 stands in and is not returned.
             rows = layout.sampled_rows if len(layout.sampled_rows) else np.zeros(1, dtype=np.int32)
-            arrays.append((SAMPLED_ROWS, rows, ov.Type.i32))
-        for name, array, element_type in arrays:
-            self._request.set_input_tensor(self._inputs[name], share(array, element_type))
-        return arrays
-
-    def _output(self, layout: Layout) -> Tensor | Logits:
-        data = self._request.get_output_tensor(0).data  # a view that the next inference overwrites: copied below
-        if self._stage.is_last:
-            logits: Logits = data.reshape(-1, self._stage.vocab_size)[: len(layout.sampled_rows)].copy()
-            return logits
-        dtype = NUMPY_DTYPES[self._stage.numerics.boundary]
-        hidden: Tensor = data.reshape(-1, self._stage.hidden_size).view(dtype).copy()
-        return hidden
+            inputs.append(Port(at[SAMPLED_ROWS], rows, ov.Type.i32))
+        return inputs
 
     def close(self) -> None:
         self._request = self._compiled = None
