@@ -11,7 +11,16 @@ from workers.blocks import BLOCK_TOKENS, BlockTable, num_blocks_for
 from workers.runners.layout import Layout, lay_out
 from workers.runners.runner import RunSlice, StreamKey
 
-FIELDS = ("tokens", "position_ids", "past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len", "sampled_rows")
+FIELDS = (
+    "tokens",
+    "position_ids",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+    "sampled_rows",
+)
 RESERVED = 4 * BLOCK_TOKENS
 
 
