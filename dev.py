@@ -4,7 +4,7 @@
 This file runs on a bare Python 3.11+, on Linux, macOS and Windows, before anything is installed: the standard library only. It makes
 `.venv` when that is missing or out of date, then runs the command with the Python in there.
 
-One rule for interrupts: a command and all that it started have ended before this program ends, with exit code 130.
+One rule for interrupts: the command has cleaned up and ended, or its process tree has been killed, before this program ends with code 130.
 """
 
 from __future__ import annotations

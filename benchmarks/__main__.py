@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import split
+from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
@@ -39,7 +40,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
-    except PShardError as error:
+    except (PShardError, WorkerStartError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     show(report, console)

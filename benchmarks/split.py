@@ -77,11 +77,12 @@ def run(console: Console) -> Report:
 
     split_samples = Samples(name="two workers", unit="tok/s", values=tuple(split_values))
     whole_samples = Samples(name="one worker", unit="tok/s", values=tuple(whole_values))
+    pairs = tuple(after / before for after, before in zip(split_values, whole_values, strict=True))
     return Report(
         bench="split",
         question="one user, two workers on one core each, against one worker on one core",
         figures=(Figure(key="ratio", value=split_samples.median / whole_samples.median, at_least=TARGET_RATIO),),
-        samples=(split_samples, whole_samples),
+        samples=(split_samples, whole_samples, Samples(name="ratio of neighbours", unit="", values=pairs)),
         settings={
             "model": "Gemma 3 270M",
             "weights": WeightMode.INT4.value,

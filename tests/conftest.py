@@ -13,13 +13,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+import export_tools  # noqa: F401  # before any test imports openvino: it keeps openvino's usage reports, and their processes, away
 from tests.support.leaks import start_lasting_parts, take_snapshot, wait_for_none
 
 pytest_plugins = ["tests.support.bundles", "tests.support.fleets"]
 
+REAL_MODEL_TIMEOUT_S = 600  # the first such test on a machine exports the model within its own time
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_model: runs Gemma 3 270M; the first run on a machine exports it, which takes a minute")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("real_model") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(REAL_MODEL_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session", autouse=True)

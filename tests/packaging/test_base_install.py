@@ -21,6 +21,7 @@ from tests.support.bundles import TinyBundle
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY_PACKAGES = ("torch", "transformers", "nncf", "openvino")
+pytestmark = pytest.mark.timeout(600)  # the first test builds the environment: half a minute here, a slow line takes longer
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "langchain_pshard", "workers", "export_tools")
 
 ASK_THE_FLEET = """
@@ -75,7 +76,7 @@ def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = folder / "env"
     _run([sys.executable, "-m", "venv", "--without-pip", environment], cwd=folder)
     python = environment / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    _run([*pip, "--python", python, "install", "--no-input", "-c", ROOT / "constraints.txt", wheel], cwd=folder)
+    _run([*pip, "--python", python, "install", "--no-input", "--no-compile", "-c", ROOT / "constraints.txt", wheel], cwd=folder)
     return python
 
 

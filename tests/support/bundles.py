@@ -11,7 +11,9 @@ from benchmarks.bundles import demo_bundle as export_demo_once
 from langchain_pshard.core.bundle import WeightMode
 
 TinyBundle = Callable[..., Path]
-"""`tiny_bundle(architecture, weights=WeightMode.FP32, num_stages=1)`: the folder of the bundle, to be read only."""
+"""`tiny_bundle(architecture, weights=WeightMode.FP32, num_stages=1)`: the folder of the bundle, to be read only.
+
+`architecture` is a key of `tests.support.models.ARCHITECTURES`."""
 DemoBundle = Callable[..., Path]
 """`demo_bundle(weights=WeightMode.INT4, layers=(16, 2))`: the same for Gemma 3 270M."""
 
