@@ -153,6 +153,8 @@ class FakeRunner:
         assert hidden is None or (hidden.shape == (total, HIDDEN) and hidden.dtype == np.float32)
         self.batches.append(list(slices))
         if any(self.poison in piece.tokens for piece in slices):
+            for piece in slices:
+                del self._values[piece.key][piece.start :]  # undefined from there on
             raise InferenceError("poisoned")
         rows: list[float] = []
         sampled: list[float] = []

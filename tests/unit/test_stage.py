@@ -200,6 +200,19 @@ def test_a_stream_that_is_in_the_batch_waits_for_the_next_turn_in_order() -> Non
     assert ids(stage.next_run()) == [3]
 
 
+def test_what_waited_for_its_stream_keeps_its_place_when_the_budget_ends_a_batch() -> None:
+    stage = make_stage(token_budget=2)
+    put(stage, 1, row(1, 0, [1]))
+    put(stage, 2, row(1, 1, [2]))
+    put(stage, 3, row(2, 0, [1, 2]))
+    put(stage, 4, row(1, 2, [3]))
+    for expected in ([1], [2], [3], [4]):
+        verdict = stage.next_run()
+        assert ids(verdict) == expected
+        assert verdict.run is not None
+        stage.succeeded(verdict.run, 0.0)
+
+
 def test_a_failed_batch_runs_again_one_by_one_and_a_lone_failure_is_told() -> None:
     stage = make_stage()
     put(stage, 1, row(1, 0, [1, 2]))
