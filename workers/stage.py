@@ -159,7 +159,8 @@ class Stage:
             return f"start {piece.start}"
         if piece.kind is SliceKind.PREFILL and num_tokens == 1 and piece.start > 0:
             return f"a prefill chunk of one token at position {piece.start}; join it to its neighbour or send it as a row"
-        lowest, highest = int(tokens.min()), int(tokens.max())
+        # A decode row is one token, and two reductions over it cost more than everything else here.
+        lowest, highest = (int(tokens[0]),) * 2 if num_tokens == 1 else (int(tokens.min()), int(tokens.max()))
         if lowest < 0 or highest >= self.shape.vocab_size:
             return f"token id {lowest if lowest < 0 else highest} in a vocabulary of {self.shape.vocab_size}"
         return None

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,23 +86,33 @@ def refused(bundle: Path, *options: str) -> tuple[dict[str, Any], str]:
 
 
 class Talk:
-    """A client of a worker that serves every stage."""
+    """A client of the workers that serve the stages, in order."""
 
-    def __init__(self, ready: dict[str, Any]) -> None:
+    def __init__(self, *workers: dict[str, Any]) -> None:
         self.hub = ZmqHub()
-        self.link: Link = self.hub.dial(ready["address"])
-        hop = Hop(WorkerId(ready["worker"]), ready["address"])
-        self.chain = (hop,) * len(ready["stages"])
+        self.links: list[Link] = [self.hub.dial(ready["address"]) for ready in workers]
+        self.chain = tuple(Hop(WorkerId(ready["worker"]), ready["address"]) for ready in workers for _ in ready["stages"])
 
-    def ask(self, message: Message, kind: type[M]) -> M:
-        assert self.hub.send(self.link, message)
+    def send(self, message: Message, link_idx: int = 0) -> None:
+        assert self.hub.send(self.links[link_idx], message)
+
+    def receive(self, kind: type[M], num_messages: int = 1) -> M:
         deadline = time.monotonic() + TIMEOUT_S
+        got: list[M] = []
         while time.monotonic() < deadline:
             for event in self.hub.poll(0.1):
                 if isinstance(event, Arrived):
                     assert isinstance(event.message, kind), event.message
-                    return event.message
-        raise AssertionError(f"no {kind.__name__}")
+                    got.append(event.message)
+            if len(got) == num_messages:
+                return got[-1]
+        raise AssertionError(f"{len(got)} of {num_messages} {kind.__name__}")
+
+    def ask(self, message: Message, kind: type[M]) -> M:
+        """Ask every worker; the last answer."""
+        for link_idx in range(len(self.links)):
+            self.send(message, link_idx)
+        return self.receive(kind, len(self.links))
 
     def open(self, stream: int = 1) -> None:
         client, epoch = ClientId("test"), Epoch(1)
@@ -114,8 +124,14 @@ class Talk:
     def step(self, step_id: int, start: int, tokens: list[int], kind: SliceKind) -> int:
         piece = Slice(stream=StreamId(1), start=start, tokens=pack_tokens(tokens), kind=kind, num_sampled=1)
         one = Step(client=ClientId("test"), epoch=Epoch(1), step_id=StepId(step_id), slices=(piece,))
-        result = self.ask(MicroBatch(stage_idx=0, steps=(one,)), StepResult)
-        return unpack_tokens(result.results[0].tokens)[0]
+        self.send(MicroBatch(stage_idx=0, steps=(one,)))
+        return unpack_tokens(self.receive(StepResult).results[0].tokens)[0]
+
+    def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
+        tokens = [*prompt, self.step(1, 0, prompt, SliceKind.PREFILL)]
+        for step_id in range(2, num_tokens + 1):
+            tokens.append(self.step(step_id, len(tokens) - 1, tokens[-1:], SliceKind.ROWS))
+        return tokens[len(prompt) :]
 
 
 def wait(process: subprocess.Popen[str]) -> int:
@@ -131,15 +147,27 @@ def test_the_ready_line_and_a_few_tokens(bundle: Path) -> None:
         talk = Talk(ready)
         with talk.hub:
             talk.open()
-            tokens = [3, 5, 7]
-            tokens.append(talk.step(1, 0, tokens, SliceKind.PREFILL))
-            for step_id in range(2, 6):
-                tokens.append(talk.step(step_id, len(tokens) - 1, tokens[-1:], SliceKind.ROWS))
-            assert talk.step(6, 3, tokens[3:4], SliceKind.ROWS) == tokens[4]  # rewound: the same again
+            tokens = talk.generate([3, 5, 7], 5)
+            assert talk.step(6, 3, tokens[:1], SliceKind.ROWS) == tokens[1]  # rewound: the same again
             status = talk.ask(GetStatus(request=RequestId(9)), Status)
             assert [(stage.stage_idx, stage.num_streams, stage.num_steps) for stage in status.stages] == [(0, 1, 6), (1, 1, 6)]
             assert all(0 < stage.kv_used_tokens <= stage.kv_capacity_tokens for stage in status.stages)
             assert status.rss_bytes > 1 << 20
+
+
+@pytest.mark.parametrize("runner", ["paged", "stateful"])
+def test_two_workers_say_what_one_says(bundle: Path, runner: str) -> None:
+    said = []
+    for split in ([("0", "1")], [("0",), ("1",)]):
+        with ExitStack() as stack:
+            options = [[part for stage in stages for part in ("--stage", stage)] for stages in split]
+            workers = [stack.enter_context(started(bundle, *option, "--runner", runner)) for option in options]
+            talk = Talk(*(ready for _, ready in workers))
+            with talk.hub:
+                talk.open()
+                said.append(talk.generate([3, 5, 7, 11], 24))
+    assert said[0] == said[1]
+    assert len(set(said[0])) > 1
 
 
 def test_text_output_has_one_ready_line_and_the_line_to_paste(bundle: Path) -> None:
