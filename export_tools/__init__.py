@@ -1,1 +1,9 @@
-"""pshard-export: cuts a model by layers into OpenVINO shards."""
+"""pshard-export: cuts a model by layers into OpenVINO shards.
+
+Importing openvino or nncf sends usage reports to an analytics service, from forked child processes, without asking. Nothing that PShard
+runs does that: the package that sends them is made unimportable before either is imported, which both libraries provide for.
+"""
+
+import sys
+
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # None is how the import system spells "not there"

@@ -69,7 +69,7 @@ def main(
       pshard-export demo -o demo-bundle --stages 2
       pshard-export ./Qwen3-8B -o qwen-bundle --layers 12,12,12 --weights int8
     """
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # bound now: while libraries are kept quiet, sys.stderr is another
     try:
         export = _load_exporter(console)
         with _bars(console) as bars:

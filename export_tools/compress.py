@@ -9,6 +9,7 @@ byte for byte what NNCF makes of the unsplit model by default.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,11 +89,12 @@ def _embedding_and_head_nodes(model: ov.Model) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet_nncf() -> Iterator[None]:
-    """NNCF prints tables and bars to standard output at INFO; what went wrong still shows."""
+    """NNCF logs tables at INFO and draws its own bars on standard output, with no switch for them; what goes wrong is raised."""
     logger = logging.getLogger("nncf")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
     finally:
         logger.setLevel(before)

@@ -38,6 +38,8 @@ def convert_stage(stage: StageModule, shape: ModelShape) -> ov.Model:
     with warnings.catch_warnings(), torch.no_grad():
         # Python-side comparisons of shapes inside transformers' layers; the shapes they compare do not vary.
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+        # OpenVINO's converter traces; it will move on when torch drops tracing, and pyproject pins both.
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
         model = ov.convert_model(stage, example_input=_example(stage, shape))
     _name_inputs(model, stage, shape)
     _name_outputs(model, stage)

@@ -7,6 +7,7 @@ never touches the network, and no source may bring code of its own.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import secrets
@@ -178,7 +179,8 @@ def _load_weights(source: Source) -> tuple[Any, Mapping[str, Any]]:
     with torch.device("meta"):
         names_only = model_class(source.config)
     path = str(Path(source.location) / source.gguf_file)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names_only, torch_dtype=torch.float32)["tensors"]
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no switch of transformers reaches
+        tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names_only, torch_dtype=torch.float32)["tensors"]
     return model_class.from_pretrained(None, state_dict=tensors, **options)  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+import export_tools  # noqa: F401  # before any test imports openvino: it keeps openvino's usage reports, and their processes, away
 from tests.support.leaks import start_lasting_parts, take_snapshot, wait_for_none
 
 pytest_plugins = ["tests.support.bundles", "tests.support.fleets"]

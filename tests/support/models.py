@@ -42,11 +42,18 @@ _BASE: Mapping[str, Any] = {
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
     "pad_token_id": 0,
+    "tie_word_embeddings": False,  # a random model that reads what it writes by repeats itself
 }
 _EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma": {},
-    "gemma2": {"sliding_window": WINDOW, "layer_types": _EVERY_OTHER, "query_pre_attn_scalar": 16},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "layer_types": _EVERY_OTHER,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,  # low enough that a missing cap shows at these weights
+        "final_logit_softcapping": 5.0,
+    },
     "gemma3_text": {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
