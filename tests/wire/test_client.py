@@ -152,9 +152,12 @@ def test_bad_prompts_are_refused_at_once(client: PipelineClient) -> None:
 
 
 def test_more_than_a_stage_holds_is_refused_with_figures(tmp_path: Path) -> None:
-    with FakeFleet(tmp_path, capacity=64) as fleet, connect(fleet, tmp_path) as client:
-        with pytest.raises(CapacityError, match=r"need 103 KV positions; stage 0 at .* holds 64"):
-            client.generate(PROMPT, params(100))
+    with (
+        FakeFleet(tmp_path, capacity=64) as fleet,
+        connect(fleet, tmp_path) as client,
+        pytest.raises(CapacityError, match=r"need 103 KV positions; stage 0 at .* holds 64"),
+    ):
+        client.generate(PROMPT, params(100))
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
