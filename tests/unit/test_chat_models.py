@@ -88,7 +88,11 @@ def test_stream_has_one_last_chunk_and_no_empty_one(serve: Serve) -> None:
     assert [bool(chunk.usage_metadata) for chunk in chunks] == [False, False, True]
     joined = chunks[0] + chunks[1] + chunks[2]
     assert isinstance(joined, AIMessageChunk)
-    assert (joined.content, joined.usage_metadata, joined.response_metadata) == (whole.content, whole.usage_metadata, whole.response_metadata)
+    assert (joined.content, joined.usage_metadata, joined.response_metadata) == (
+        whole.content,
+        whole.usage_metadata,
+        whole.response_metadata,
+    )
 
 
 async def test_async_says_the_same(serve: Serve) -> None:
