@@ -36,7 +36,7 @@ def _chat(model: ChatPShard, history: list[BaseMessage]) -> None:
 
 def _answer(model: ChatPShard, history: list[BaseMessage]) -> str:
     """Print the answer as it comes; what there is of it when Ctrl-C stops it."""
-    whole = AIMessageChunk("")
+    whole = AIMessageChunk(content="")
     stream = model.stream(history)
     try:
         for chunk in stream:

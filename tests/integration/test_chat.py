@@ -95,6 +95,6 @@ def test_what_cannot_be_reached_is_named(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="nowhere"):
         ChatPShard(bundle=tmp_path / "nowhere").invoke("Hi")
     begin = time.monotonic()
-    with pytest.raises(WorkerUnreachableError, match="127.0.0.1:9"):
+    with pytest.raises(WorkerUnreachableError, match=r"127\.0\.0\.1:9"):
         ChatPShard(workers=["tcp://127.0.0.1:9"], connect_timeout=0.5).invoke("Hi")
     assert time.monotonic() - begin < 5
