@@ -65,7 +65,7 @@ def _workers(settings: FleetSettings, stack: ExitStack) -> list[str]:
             kv_memory=settings.kv_memory,
         )
     )
-    return list(fleet.workers)
+    return list(fleet.addresses)
 
 
 class _Entry:

@@ -1,4 +1,4 @@
-"""A client that answers from a script, for what a real fleet would not show: exact chunks, faults at a chosen moment, who was asked what."""
+"""A client that answers from a script, for what a real fleet would not show: exact chunks, faults at a moment, who was asked what."""
 
 from __future__ import annotations
 
