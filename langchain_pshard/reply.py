@@ -68,6 +68,7 @@ class Reply:
             "model_name": self._model_name,
             "model_provider": PROVIDER,
             "timings": {
+                "num_steps": stats.num_steps,
                 "queue_ms": stats.queue_ms,
                 "first_token_ms": stats.first_token_ms,
                 "decode_ms": stats.decode_ms,
