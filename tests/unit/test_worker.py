@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import pytest
 
 from langchain_pshard.core.bundle import FileEntry
-from langchain_pshard.core.codec import Tensor, pack_tokens, tensor_spec
-from langchain_pshard.core.errors import CapacityError, InferenceError
+from langchain_pshard.core.errors import CapacityError
 from langchain_pshard.core.messages import (
     FETCH_CHUNK_BYTES,
     PROTOCOL_VERSION,
@@ -22,114 +18,23 @@ from langchain_pshard.core.messages import (
     Fetched,
     GetStatus,
     Hello,
-    Hop,
-    Join,
     Joined,
     Leave,
-    Message,
-    MicroBatch,
     Open,
     Opened,
     Ping,
     Pong,
     Refused,
-    RequestId,
-    SliceResult,
-    StageTiming,
-    Step,
-    StepFailed,
     StepResult,
-    StreamFailure,
     StreamId,
     Welcome,
-    WorkerId,
 )
 from langchain_pshard.core.sampling import SamplingParams
-from langchain_pshard.transport.hub import Arrived, Link
-from tests.support.fake_stages import HIDDEN, make_identity, row, step
-from workers.instructions import CloseStream, Dial, Forward, HangUp, Instruction, OpenStream, Reply, ReplyPiece, ReplyStatus, Run
+from langchain_pshard.transport.hub import Link
+from tests.support.fake_stages import make_identity, row, step
+from tests.support.worker_bench import ANN, BOB, CHAIN_TWO, ME, NEXT, Bench, ask_open, join, key, refusal, request
+from workers.instructions import CloseStream, Dial, HangUp, OpenStream, Reply, ReplyPiece, ReplyStatus
 from workers.membership import JOIN_TIMEOUT_S, LEASE_S, MAX_CLIENTS
-from workers.runners.runner import StreamKey
-from workers.worker import Worker
-
-ANN = Link(0, b"ann")
-BOB = Link(0, b"bob")
-NEXT = Link(7)
-ME = "me"
-CHAIN_TWO = ((ME, "tcp://127.0.0.1:1"), ("other", "tcp://127.0.0.1:2"))
-
-
-def hops(*chain: tuple[str, str]) -> tuple[Hop, ...]:
-    return tuple(Hop(WorkerId(worker), address) for worker, address in chain)
-
-
-def request(number: int) -> RequestId:
-    return RequestId(number)
-
-
-def key(stream: int, client: str = "ann") -> StreamKey:
-    return StreamKey(ClientId(client), StreamId(stream))
-
-
-def join(epoch: int = 1, chain: Sequence[tuple[str, str]] = CHAIN_TWO, *, client: str = "ann", number: int = 10) -> Join:
-    return Join(request=request(number), client=ClientId(client), epoch=Epoch(epoch), chain=hops(*chain))
-
-
-def ask_open(stream: int = 1, num_tokens: int = 32, *, client: str = "ann", epoch: int = 1, number: int = 20) -> Open:
-    return Open(
-        request=request(number),
-        client=ClientId(client),
-        epoch=Epoch(epoch),
-        stream=StreamId(stream),
-        num_tokens=num_tokens,
-        sampling=SamplingParams(),
-    )
-
-
-class Bench:
-    """A worker and the short way to speak to it."""
-
-    def __init__(self, num_stages: int = 2, served: Sequence[int] = (0,), **options: Any) -> None:
-        self.worker = Worker(make_identity(ME, num_stages, *served, **options))
-        self.now_s = 100.0
-
-    def hear(self, message: Message, link: Link = ANN, tensor: Tensor | None = None) -> list[Instruction]:
-        return self.worker.received(Arrived(link, message, tensor), self.now_s)
-
-    def join_alone(self, chain: Sequence[tuple[str, str]], client: str = "ann", link: Link = ANN, epoch: int = 1) -> None:
-        assert self.hear(join(epoch, chain, client=client), link)[-1] == Reply(link=link, message=Joined(request=request(10)))
-
-    def join_via_next(self, client: str = "ann", link: Link = ANN) -> None:
-        assert Dial(address="tcp://127.0.0.1:2") in self.hear(join(client=client), link)
-        hello = self.worker.dialled("tcp://127.0.0.1:2", NEXT, self.now_s)[0]
-        assert isinstance(hello, Reply)
-        assert isinstance(hello.message, Hello)
-        welcome = make_identity("other", 2, 1).welcome(hello.message.request)
-        assert self.hear(welcome, NEXT) == [Reply(link=link, message=Joined(request=request(10)))]
-
-    def open(self, stream: int = 1, *, client: str = "ann", link: Link = ANN) -> None:
-        out = self.hear(ask_open(stream, client=client), link)
-        while isinstance(out[0], OpenStream):
-            out = self.worker.opened(out[0].key, None)
-        assert out == [Reply(link=link, message=Opened(request=request(20)))]
-
-    def send(self, *steps: Step, stage_idx: int = 0, tensor: Tensor | None = None, link: Link = ANN) -> list[Instruction]:
-        spec = None if tensor is None else tensor_spec(tensor)
-        return self.hear(MicroBatch(stage_idx=stage_idx, steps=steps, hidden=spec), link, tensor)
-
-    def run(self) -> Run:
-        out = self.worker.next_run()
-        assert len(out) == 1
-        assert isinstance(out[0], Run)
-        return out[0]
-
-
-def refusal(out: list[Instruction]) -> Refused:
-    assert len(out) == 1
-    assert isinstance(out[0], Reply)
-    assert isinstance(out[0].message, Refused)
-    return out[0].message
-
 
 # --- hello, ping, fetch ----------------------------------------------------------------------------------------------
 
@@ -365,120 +270,3 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_is_open() -> None
     assert refusal(bench.hear(join(1, [CHAIN_TWO[0]], client="bob"))).code == "worker-lost"
     bench.send(step(1, row(1, 0, [1, 2])))
     assert bench.run().num_tokens == 2
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------
-
-
-def failed(out: list[Instruction]) -> StepFailed:
-    assert len(out) == 1
-    assert isinstance(out[0], Reply)
-    assert isinstance(out[0].message, StepFailed)
-    return out[0].message
-
-
-def test_steps_of_strangers_and_old_epochs_vanish_and_of_new_epochs_have_lost_state() -> None:
-    bench = Bench(1)
-    assert bench.send(step(1, row(1, 0, [1]))) == []
-    bench.join_alone([CHAIN_TWO[0]], epoch=2)
-    assert bench.send(step(1, row(1, 0, [1]), epoch=1)) == []
-    assert bench.worker.next_run() == []
-    told = failed(bench.send(step(4, row(1, 0, [1]), epoch=3)))
-    assert (told.epoch, told.step_id, told.stage_idx, told.failures[0].code) == (3, 4, 0, "state-lost")
-
-
-def test_a_stage_not_served_or_a_wrong_tensor_fails_the_whole_step() -> None:
-    bench = Bench(2)
-    bench.join_via_next()
-    bench.open(1)
-    assert failed(bench.send(step(1, row(1, 0, [1])), stage_idx=1)).failures[0].code == "protocol"
-    tensor = np.zeros((1, HIDDEN), np.float32)
-    assert failed(bench.send(step(2, row(1, 0, [1])), tensor=tensor)).failures[0].code == "protocol"
-    assert bench.worker.next_run() == []
-    assert bench.worker.num_malformed == 2
-
-
-def test_merged_results_go_on_together_with_their_timings() -> None:
-    bench = Bench()
-    bench.join_via_next()
-    bench.open(1)
-    bench.hear(join(client="bob"), BOB)
-    bench.hear(make_identity("other", 2, 1).welcome(request(2)), NEXT)
-    bench.open(1, client="bob", link=BOB)
-    ann, bob = step(1, row(1, 0, [1, 2])), step(8, row(1, 0, [3]), client="bob")
-    bench.send(ann)
-    bench.now_s += 0.25
-    bench.send(bob, link=BOB)
-    run = bench.run()
-    assert [piece.key for piece in run.slices] == [key(1), key(1, "bob")]
-    hidden = np.arange(3 * HIDDEN, dtype=np.float32).reshape(3, HIDDEN)
-    out = bench.worker.computed(run, hidden, started_s=100.5, ended_s=101.0)
-    assert len(out) == 1
-    assert isinstance(out[0], Forward)
-    assert out[0].link == NEXT
-    assert out[0].hidden is hidden
-    assert out[0].message == MicroBatch(
-        stage_idx=1,
-        steps=(
-            Step(client=ann.client, epoch=ann.epoch, step_id=ann.step_id, slices=ann.slices, timings=(StageTiming(500_000, 500_000),)),
-            Step(client=bob.client, epoch=bob.epoch, step_id=bob.step_id, slices=bob.slices, timings=(StageTiming(250_000, 500_000),)),
-        ),
-        hidden=tensor_spec(hidden),
-    )
-    told = bench.worker.not_sent(out[0])
-    assert [reply.link for reply in told if isinstance(reply, Reply)] == [ANN, BOB]
-    assert failed(told[:1]).failures[0].code == "worker-lost"
-
-
-def test_steps_part_where_their_clients_chains_do() -> None:
-    bench = Bench()
-    bench.join_via_next()
-    bench.open(1)
-    bench.hear(join(1, [CHAIN_TWO[0], ("third", "tcp://127.0.0.1:3")], client="bob"), BOB)
-    third = Link(8)
-    bench.worker.dialled("tcp://127.0.0.1:3", third, bench.now_s)
-    bench.hear(make_identity("third", 2, 1).welcome(request(2)), third)
-    bench.open(1, client="bob", link=BOB)
-    bench.send(step(1, row(1, 0, [1])), step(2, row(1, 0, [2, 3]), client="bob"))
-    hidden = np.arange(3 * HIDDEN, dtype=np.float32).reshape(3, HIDDEN)
-    out = bench.worker.computed(bench.run(), hidden, started_s=100.0, ended_s=100.0)
-    assert [forward.link for forward in out if isinstance(forward, Forward)] == [NEXT, third]
-    for forward, rows in zip(out, (hidden[:1], hidden[1:]), strict=True):
-        assert isinstance(forward, Forward)
-        np.testing.assert_array_equal(forward.hidden, rows)
-
-
-def test_a_worker_hands_over_to_itself_and_the_last_stage_answers_each_client() -> None:
-    bench = Bench(2, (0, 1))
-    bench.join_alone([CHAIN_TWO[0]] * 2)
-    bench.join_alone([CHAIN_TWO[0]] * 2, client="bob", link=BOB)
-    bench.open(1)
-    bench.open(1, client="bob", link=BOB)
-    bench.send(step(1, row(1, 0, [1, 2])), step(5, row(1, 0, [3]), client="bob"))
-    hidden = np.zeros((3, HIDDEN), np.float32)
-    assert bench.worker.computed(bench.run(), hidden, started_s=100.0, ended_s=100.001) == []
-    run = bench.run()
-    assert run.stage_idx == 1
-    results = [SliceResult(StreamId(1), pack_tokens([7])), SliceResult(StreamId(1), pack_tokens([8]))]
-    timings = (StageTiming(0, 1000), StageTiming(1000, 1000))
-    assert bench.worker.sampled(run, results, started_s=100.002, ended_s=100.003) == [
-        Reply(link=ANN, message=StepResult(epoch=Epoch(1), step_id=step(1).step_id, results=(results[0],), timings=timings)),
-        Reply(link=BOB, message=StepResult(epoch=Epoch(1), step_id=step(5).step_id, results=(results[1],), timings=timings)),
-    ]
-
-
-def test_a_failed_inference_reaches_only_the_client_whose_step_fails_alone() -> None:
-    bench = Bench(1)
-    bench.join_alone([CHAIN_TWO[0]])
-    bench.join_alone([CHAIN_TWO[0]], client="bob", link=BOB)
-    bench.open(1)
-    bench.open(1, client="bob", link=BOB)
-    bench.send(step(1, row(1, 0, [1])), step(2, row(1, 0, [2]), client="bob"))
-    assert bench.worker.failed(bench.run(), InferenceError("broken")) == []
-    failure = StreamFailure(StreamId(1), "inference", "stage 0: broken")
-    assert bench.worker.failed(bench.run(), InferenceError("broken")) == [
-        Reply(link=ANN, message=StepFailed(epoch=Epoch(1), step_id=step(1).step_id, stage_idx=0, failures=(failure,)))
-    ]
-    result = [SliceResult(StreamId(1), pack_tokens([8]))]
-    out = bench.worker.sampled(bench.run(), result, started_s=100.0, ended_s=100.0)
-    assert [reply.link for reply in out if isinstance(reply, Reply)] == [BOB]
