@@ -33,9 +33,9 @@ def num_blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class BlockTable:
-    """The blocks of one stream, in order of position, and how many positions of them are filled."""
+    """The blocks of one stream, in order of position, and how many positions of them are filled. Equal only to itself."""
 
     blocks: BlockIndices  # [num_blocks_for(num_reserved)]
     num_reserved: int

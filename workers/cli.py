@@ -31,16 +31,11 @@ def parse_size(text: str) -> int | None:
     return int(float(match[1]) * unit) if match and unit else None
 
 
-class Size(click.ParamType):
-    """A number of bytes, with a unit."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        num_bytes = value if isinstance(value, int) else parse_size(value)
-        if not num_bytes:
-            self.fail(f"{value!r} is not a size; write for example 512MiB or 1.5GiB", param, ctx)
-        return num_bytes
+def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    num_bytes = parse_size(value)
+    if not num_bytes:
+        raise click.BadParameter(f"{value!r} is not a size; write for example 512MiB or 1.5GiB", ctx, param)
+    return num_bytes
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -50,7 +45,9 @@ class Size(click.ParamType):
 @click.option("--device", default="CPU", help="OpenVINO device.")
 @click.option("--runner", type=click.Choice(["paged", "stateful"]), default="paged", help="Engine; paged batches any number of streams.")
 @click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="exact computes everything in f32.")
-@click.option("--kv-memory", type=Size(), default=DEFAULT_KV_MEMORY_BYTES, show_default="1GiB", help="KV memory of each stage.")
+@click.option(
+    "--kv-memory", metavar="SIZE", default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB", callback=_as_bytes, help="KV memory of each stage."
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without any protection.")

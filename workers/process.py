@@ -140,6 +140,7 @@ def identify(manifest: Manifest, runners: dict[int, Runner]) -> Identity:
             span=manifest.stages[stage_idx].span,
             num_bytes=manifest.stages[stage_idx].num_bytes,
             kv_capacity_tokens=runner.kv_capacity_tokens,
+            is_resumable=runner.is_rewind_exact,
         )
         for stage_idx, runner in runners.items()
     )

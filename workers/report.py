@@ -9,14 +9,17 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from langchain_pshard.core.bundle import Manifest
 from langchain_pshard.core.errors import PShardError
+from langchain_pshard.transport.address import Address
 from workers.worker import Identity
 
 
@@ -86,8 +89,14 @@ class Report:
 
 
 def _paste_line(manifest: Manifest, stages: list[int], address: str) -> str:
-    line = f'ChatPShard(workers=["{address}"])'
+    line = f'ChatPShard(workers=["{_dialable(address)}"])'
     others = [str(stage_idx) for stage_idx in range(manifest.num_stages) if stage_idx not in stages]
     if not others:
         return line
     return f"{line}  # and the address{'es' if len(others) > 1 else ''} of stage{'s' if len(others) > 1 else ''} {', '.join(others)}"
+
+
+def _dialable(address: str) -> str:
+    """An address that others can dial: where we listen on every interface, this machine's name stands in for it."""
+    parsed = Address.parse(address)
+    return str(replace(parsed, host=socket.gethostname())) if parsed.host in {"0.0.0.0", "::"} else address  # noqa: S104  # compared only

@@ -173,7 +173,7 @@ def _avoid_amx_crash(manifest: Manifest, settings: Settings) -> None:
 
     On CPUs with AMX the plugin fuses the matrix products of an MLP for all weights but int4; compiled for one thread that fusion
     divides by zero (SIGFPE, openvino issue 33300). Without AMX it is not tried. oneDNN reads the variable once, at the process's first
-    compilation, so every stage of a worker has to come through here.
+    compilation: exact numerics, which do not fuse, set it too, for the stages that come later.
     """
     threads = settings.threads or _available_cpus()
     if settings.device == "CPU" and threads == 1 and manifest.weight_mode is not WeightMode.INT4:

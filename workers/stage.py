@@ -6,7 +6,7 @@ merging of waiting steps into one inference. Who the clients are and where resul
 Invariants:
 - a stream's length never exceeds what it reserved, and is exactly what the engine holds for it after the last batch;
 - a batch holds each stream at most once, and the steps of one stream keep their order of arrival;
-- everything waiting belongs to a client that is known: `forget` drops the rest.
+- every slice that waits belongs to a stream that was open when it came and has been since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import CapacityError, ProtocolError, StateLostError
-from langchain_pshard.core.messages import ClientId, DType, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.messages import DType, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
 from workers.runners.runner import RunSlice, StreamKey, TokenArray
@@ -93,12 +93,13 @@ class Stage:
         self._streams[key] = _Stream(reserved=num_tokens)
 
     def close(self, key: StreamKey) -> None:
-        self._streams.pop(key, None)
-
-    def forget(self, client: ClientId) -> None:
-        """Drop the client's streams and its waiting steps."""
-        self._streams = {key: stream for key, stream in self._streams.items() if key.client != client}
-        self._waiting = deque(waiting for waiting in self._waiting if waiting.step.client != client)
+        """Forget an open stream, and its slices that wait."""
+        del self._streams[key]
+        for _ in range(len(self._waiting)):
+            waiting = self._waiting.popleft()
+            left = _only(waiting, [idx for idx, piece in enumerate(waiting.slices) if piece.key != key])
+            if left is not None:
+                self._waiting.append(left)
 
     # --- steps come in -----------------------------------------------------------------------------------------------
 
@@ -133,11 +134,15 @@ class Stage:
         for idx, piece in enumerate(step.slices):
             tokens = np.frombuffer(piece.tokens[: piece.num_tokens * 4], dtype="<i4")
             fault = "the stream comes twice in one step" if times[piece.stream] > 1 else self._fault(piece, tokens)
+            key = StreamKey(step.client, piece.stream)
             if fault:
                 failures[piece.stream] = StreamFailure(piece.stream, ProtocolError.code, f"malformed slice: {fault}")
                 continue
+            if key not in self._streams:
+                text = f"stage {self.shape.stage_idx} holds no stream {piece.stream}: open it again"
+                failures[piece.stream] = StreamFailure(piece.stream, StateLostError.code, text)
+                continue
             kept.append(idx)
-            key = StreamKey(step.client, piece.stream)
             slices.append(RunSlice(key=key, start=piece.start, tokens=tokens, kind=piece.kind, num_sampled=piece.num_sampled))
         if slices:
             rows = pick_rows([piece.num_tokens for piece in step.slices], kept, hidden)
@@ -154,7 +159,8 @@ class Stage:
             return f"start {piece.start}"
         if piece.kind is SliceKind.PREFILL and num_tokens == 1 and piece.start > 0:
             return f"a prefill chunk of one token at position {piece.start}; join it to its neighbour or send it as a row"
-        lowest, highest = int(tokens.min()), int(tokens.max())
+        # A decode row is one token, and two reductions over it cost more than everything else here.
+        lowest, highest = (int(tokens[0]),) * 2 if num_tokens == 1 else (int(tokens.min()), int(tokens.max()))
         if lowest < 0 or highest >= self.shape.vocab_size:
             return f"token id {lowest if lowest < 0 else highest} in a vocabulary of {self.shape.vocab_size}"
         return None
@@ -203,26 +209,19 @@ class Stage:
         kept: list[int] = []
         failures: list[StreamFailure] = []
         for idx, piece in enumerate(waiting.slices):
-            stream = self._streams.get(piece.key)
-            if stream is not None and stream.last_step is not None and waiting.step.step_id < stream.last_step:
+            stream = self._streams[piece.key]
+            if stream.last_step is not None and waiting.step.step_id < stream.last_step:
                 continue  # a late duplicate: its answer was given, and its positions may have been rewound since
             failure = self._breaks_rule(piece, stream)
             if failure:
                 failures.append(failure)
             else:
                 kept.append(idx)
-        if len(kept) == len(waiting.slices):
-            return waiting, ()
-        if not kept:
-            return None, tuple(failures)
-        rows = pick_rows([len(piece.tokens) for piece in waiting.slices], kept, waiting.hidden)
-        return replace(waiting, slices=tuple(waiting.slices[idx] for idx in kept), hidden=rows), tuple(failures)
+        return _only(waiting, kept), tuple(failures)
 
-    def _breaks_rule(self, piece: RunSlice, stream: _Stream | None) -> StreamFailure | None:
+    def _breaks_rule(self, piece: RunSlice, stream: _Stream) -> StreamFailure | None:
         where = f"stage {self.shape.stage_idx}"
         name = piece.key.stream
-        if stream is None:
-            return StreamFailure(name, StateLostError.code, f"{where} holds no stream {name}: open it again")
         if piece.start > stream.length:
             text = f"{where} holds {stream.length} positions of stream {name}, the slice starts at {piece.start}: send it again from there"
             return StreamFailure(name, StateLostError.code, text)
@@ -255,6 +254,16 @@ class Stage:
         waiting = run.steps[0]
         failures = tuple(StreamFailure(piece.key.stream, code, message) for piece in waiting.slices)
         return (Dropped(step=waiting.step, failures=failures),)
+
+
+def _only(waiting: WaitingStep, kept: list[int]) -> WaitingStep | None:
+    """The step with the kept slices and their rows; None when there are none."""
+    if len(kept) == len(waiting.slices):
+        return waiting
+    if not kept:
+        return None
+    rows = pick_rows([len(piece.tokens) for piece in waiting.slices], kept, waiting.hidden)
+    return replace(waiting, slices=tuple(waiting.slices[idx] for idx in kept), hidden=rows)
 
 
 def all_dropped(step: Step, code: str, message: str) -> Dropped:

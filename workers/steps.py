@@ -142,7 +142,7 @@ class Steps:
 
     def _client_of(self, step: Step) -> Client:
         client = self._members.find(step.client)
-        assert client is not None  # `Stage.forget` drops the steps of whoever has left
+        assert client is not None  # the steps of whoever leaves are dropped with the streams
         return client
 
 

@@ -75,8 +75,5 @@ class Streams:
         return [CloseStream(stage_idx=stage_idx, key=key) for stage_idx in opened]
 
     def free_all(self, client: ClientId) -> list[Instruction]:
-        """Free every stream of a client, and drop its waiting steps."""
-        out = [close for key in [key for key in self._admissions if key.client == client] for close in self.free(key)]
-        for stage in self._stages.values():
-            stage.forget(client)
-        return out
+        """Free every stream of a client."""
+        return [close for key in [key for key in self._admissions if key.client == client] for close in self.free(key)]

@@ -179,7 +179,8 @@ class PipelineClient:
         chain = self.chain
         return FleetStatus(
             workers=tuple(
-                _health(address, chain.stages_at(address), inbox.get()) for address, inbox in zip(self._addresses, inboxes, strict=True)
+                _health(address, chain.stages_at(address), self._reactor.take(inbox))
+                for address, inbox in zip(self._addresses, inboxes, strict=True)
             )
         )
 
@@ -267,7 +268,7 @@ def _connected(reactor: Reactor) -> Chain:
         return True
 
     reactor.post(lambda session, now: session.connect(sink, now))
-    outcome = inbox.get()
+    outcome = reactor.take(inbox)
     if isinstance(outcome, WorkerUnreachableError) and outcome.addresses:
         raise WorkerUnreachableError(f"{outcome}. {_probed(outcome.addresses)}", addresses=outcome.addresses)
     if isinstance(outcome, PShardError):
@@ -302,7 +303,8 @@ def _ask(reactor: Reactor, address: str, build: Callable[[RequestId], Message], 
 
 
 def _fetch_piece(reactor: Reactor, address: str, sha256: str, offset: int) -> Fetched:
-    outcome = _ask(reactor, address, lambda request: Fetch(request=request, sha256=sha256, offset=offset), FETCH_TIMEOUT_S).get()
+    inbox = _ask(reactor, address, lambda request: Fetch(request=request, sha256=sha256, offset=offset), FETCH_TIMEOUT_S)
+    outcome = reactor.take(inbox)
     if isinstance(outcome, PShardError):
         raise outcome
     assert isinstance(outcome.message, Fetched)

@@ -10,30 +10,16 @@ import asyncio
 import queue
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol, Self
+from typing import Self
 
-from langchain_pshard.core.errors import ClosedError, PShardError
-from langchain_pshard.core.messages import StreamId
+from langchain_pshard.core.errors import PShardError
 from langchain_pshard.pipeline.assembler import Assembler
 from langchain_pshard.pipeline.generation import GenerationChunk
+from langchain_pshard.pipeline.reactor import Reactor
 from langchain_pshard.pipeline.stream import Delivery, Sink, StreamRequest
 
 MakeRequest = Callable[[Sink], StreamRequest]
 _Item = Delivery | PShardError
-
-_ALIVE_CHECK_S = 1.0
-"""A wait without end cannot be interrupted by Ctrl-C on Windows, and would outlast a reactor that died."""
-
-
-class Submitter(Protocol):
-    """The part of the reactor that iterators need."""
-
-    @property
-    def is_alive(self) -> bool: ...
-
-    def submit(self, request: StreamRequest) -> StreamId: ...
-
-    def cancel(self, stream: StreamId) -> None: ...
 
 
 class GenerationIterator(Iterator[GenerationChunk]):
@@ -43,7 +29,7 @@ class GenerationIterator(Iterator[GenerationChunk]):
         WorkerLostError, StateLostError, CapacityError, DeadlineError, InferenceError, ClosedError: as `PipelineClient.generate` says.
     """
 
-    def __init__(self, reactor: Submitter, assembler: Assembler, make_request: MakeRequest, owner: object) -> None:
+    def __init__(self, reactor: Reactor, assembler: Assembler, make_request: MakeRequest, owner: object) -> None:
         inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
 
         def sink(item: _Item) -> bool:
@@ -62,7 +48,7 @@ class GenerationIterator(Iterator[GenerationChunk]):
         if self._is_done:
             raise StopIteration
         try:
-            item = self._take()
+            item = self._reactor.take(self._inbox)
             if item is None:
                 raise StopIteration
             if isinstance(item, PShardError):
@@ -87,14 +73,6 @@ class GenerationIterator(Iterator[GenerationChunk]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self) -> _Item | None:
-        while True:
-            try:
-                return self._inbox.get(timeout=_ALIVE_CHECK_S)
-            except queue.Empty:
-                if not self._reactor.is_alive:
-                    raise ClosedError("the client is closed") from None
-
 
 class AsyncGenerationIterator(AsyncIterator[GenerationChunk]):
     """The chunks of one generation, which runs from the first `anext` on, in the event loop of that call. `aclose` stops the work, and
@@ -103,7 +81,7 @@ class AsyncGenerationIterator(AsyncIterator[GenerationChunk]):
     Raises (while iterating): as `GenerationIterator`.
     """
 
-    def __init__(self, reactor: Submitter, assembler: Assembler, make_request: MakeRequest, owner: object) -> None:
+    def __init__(self, reactor: Reactor, assembler: Assembler, make_request: MakeRequest, owner: object) -> None:
         self._assembler = assembler
         self._reactor = reactor
         self._make_request = make_request

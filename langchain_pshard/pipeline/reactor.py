@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from langchain_pshard.core.errors import ClosedError, PShardError
 from langchain_pshard.core.messages import StreamId
@@ -22,7 +23,11 @@ from langchain_pshard.transport.hub import Event, Hub, Link, Lost
 Command = Callable[[Session, float], Sequence[Instruction]]
 """What a caller asks of the session, run in the reactor thread with the time."""
 
+T = TypeVar("T")
+
 CLOSE_TIMEOUT_S = 5.0
+_ALIVE_CHECK_S = 1.0
+"""A wait without end cannot be interrupted by Ctrl-C on Windows, and would outlast a reactor that died."""
 _log = logging.getLogger(__name__)
 
 
@@ -42,10 +47,6 @@ class Reactor:
         self._lock = threading.RLock()  # a finalizer may run in the middle of `post`, in the same thread
         self._thread = threading.Thread(target=self._run, name="pshard-reactor", daemon=True)
         self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     @property
     def chain(self) -> Chain | None:
@@ -87,6 +88,19 @@ class Reactor:
         self._hub.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
+
+    def take(self, inbox: queue.SimpleQueue[T]) -> T:
+        """The next item that a sink puts into `inbox`; waits in the caller's thread.
+
+        Raises:
+            ClosedError: the reactor has ended and nothing more will come.
+        """
+        while True:
+            try:
+                return inbox.get(timeout=_ALIVE_CHECK_S)
+            except queue.Empty:
+                if not self._thread.is_alive() and inbox.empty():
+                    raise ClosedError("the client is closed") from None
 
     def _run(self) -> None:
         failure: PShardError | None = None

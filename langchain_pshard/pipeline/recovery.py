@@ -56,7 +56,7 @@ class Liveness:
         gap = now - self._checked_at
         self._checked_at = now
         if gap > MAX_GAP_S:
-            self._forgive(gap)
+            self._forgive(gap, now)
         return {address: reason for address, pulse in self._pulses.items() if (reason := self._reason(pulse, now)) is not None}
 
     def due_pings(self, now: float) -> list[str]:
@@ -69,10 +69,11 @@ class Liveness:
                 pulse.owes_since = now
         return due
 
-    def _forgive(self, gap: float) -> None:
+    def _forgive(self, gap: float, now: float) -> None:
+        """Time in which we could not have heard an answer does not count."""
         for pulse in self._pulses.values():
-            pulse.owes_since = None if pulse.owes_since is None else pulse.owes_since + gap
-            pulse.broke_at = None if pulse.broke_at is None else pulse.broke_at + gap
+            pulse.owes_since = None if pulse.owes_since is None else min(now, pulse.owes_since + gap)
+            pulse.broke_at = None if pulse.broke_at is None else min(now, pulse.broke_at + gap)
 
     def _reason(self, pulse: _Pulse, now: float) -> str | None:
         if pulse.broke_at is not None and now - pulse.broke_at >= CONFIRM_S:

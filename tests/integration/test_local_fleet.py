@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,23 +24,29 @@ PARAMS = GenerationParams(max_tokens=24, ignore_eos=True)
 LONG = GenerationParams(max_tokens=400, ignore_eos=True)
 
 
+@pytest.fixture(scope="module")
+def bundles(tiny_bundle: TinyBundle) -> dict[int, Path]:
+    """Tiny Llama bundles by number of stages, exported before any test of this module looks for leaks."""
+    return {num_stages: tiny_bundle("llama", num_stages=num_stages) for num_stages in (1, 2, 3)}
+
+
 def connect(fleet: LocalFleet, folder: Path) -> PipelineClient:
     return PipelineClient.connect(fleet.addresses, connect_timeout_s=5, options=ClientOptions(cache_dir=folder))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_any_number_of_stages_gives_the_same_text(tiny_bundle: TinyBundle, tmp_path: Path, num_stages: int) -> None:
+def test_any_number_of_stages_gives_the_same_text(bundles: dict[int, Path], tmp_path: Path, num_stages: int) -> None:
     texts = []
     for count in {1, num_stages}:
-        bundle = tiny_bundle("llama", num_stages=count)
+        bundle = bundles[count]
         with LocalFleet(bundle, num_threads=1, numerics="exact") as fleet, connect(fleet, tmp_path) as client:
             assert client.chain.num_stages == count
             texts.append(client.complete("hello there", PARAMS).token_ids)
     assert len(set(texts)) == 1
 
 
-def test_killed_worker_ends_the_stream_in_one_typed_error(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
-    bundle = tiny_bundle("llama", num_stages=2)
+def test_killed_worker_ends_the_stream_in_one_typed_error(bundles: dict[int, Path], tmp_path: Path) -> None:
+    bundle = bundles[2]
     with LocalFleet(bundle, num_threads=1) as fleet, connect(fleet, tmp_path) as client:
         chunks = client.generate("hello there", LONG)
         next(chunks)
@@ -54,8 +61,8 @@ def test_killed_worker_ends_the_stream_in_one_typed_error(tiny_bundle: TinyBundl
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGSTOP")
-def test_stopped_worker_is_lost_within_ten_seconds_and_serves_again_when_it_wakes(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
-    bundle = tiny_bundle("llama", num_stages=2)
+def test_stopped_worker_is_lost_within_ten_seconds_and_serves_again_when_it_wakes(bundles: dict[int, Path], tmp_path: Path) -> None:
+    bundle = bundles[2]
     with LocalFleet(bundle, num_threads=1) as fleet, connect(fleet, tmp_path) as client:
         expected = client.complete("hello there", PARAMS).token_ids
         chunks = client.generate("hello there", LONG)
@@ -71,8 +78,8 @@ def test_stopped_worker_is_lost_within_ten_seconds_and_serves_again_when_it_wake
         assert client.complete("hello there", PARAMS).token_ids == expected
 
 
-def test_workers_end_when_their_owner_is_killed(tiny_bundle: TinyBundle) -> None:
-    bundle = tiny_bundle("llama", num_stages=2)
+def test_workers_end_when_their_owner_is_killed(bundles: dict[int, Path]) -> None:
+    bundle = bundles[2]
     script = (
         "import sys, time; from pathlib import Path; from langchain_pshard.pipeline.local import LocalFleet\n"
         "fleet = LocalFleet(Path(sys.argv[1]), num_threads=1); print(*fleet.pids, flush=True); time.sleep(60)"
@@ -86,8 +93,8 @@ def test_workers_end_when_their_owner_is_killed(tiny_bundle: TinyBundle) -> None
     assert not alive
 
 
-def test_interpreter_exit_stops_workers(tiny_bundle: TinyBundle) -> None:
-    bundle = tiny_bundle("llama", num_stages=1)
+def test_interpreter_exit_stops_workers(bundles: dict[int, Path]) -> None:
+    bundle = bundles[1]
     script = (
         "import sys; from pathlib import Path; from langchain_pshard.pipeline.local import LocalFleet\n"
         "from langchain_pshard.pipeline.client import PipelineClient\n"
@@ -99,21 +106,19 @@ def test_interpreter_exit_stops_workers(tiny_bundle: TinyBundle) -> None:
     assert done.stderr == ""
 
 
-def test_start_failures_are_typed_and_say_why(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
+def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="not a bundle"):
         LocalFleet(tmp_path)
-    bundle = tiny_bundle("llama", num_stages=2)
+    bundle = bundles[2]
     with pytest.raises(InvalidOptionError, match="num_threads"):
         LocalFleet(bundle, num_threads=0)
     with pytest.raises(WorkerUnreachableError, match=r"not ready within 0\.1 s"):
         LocalFleet(bundle, start_timeout_s=0.1)
 
 
-def test_damaged_shard_names_the_file(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
-    import shutil
-
+def test_damaged_shard_names_the_file(bundles: dict[int, Path], tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
-    shutil.copytree(tiny_bundle("llama", num_stages=2), bundle)
+    shutil.copytree(bundles[2], bundle)
     weights = bundle / "stage-1" / "openvino_model.bin"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     with pytest.raises(BundleError, match=r"worker of stage 1 cannot start: .*openvino_model\.bin is damaged"):

@@ -118,6 +118,7 @@ class FakeRunner:
     is_last: bool
     kv_capacity_tokens: int = 1024
     numerics: Numerics = NUMERICS
+    is_rewind_exact: bool = True
     poison: int | None = None
     """A token that makes the inference fail."""
     batches: list[list[RunSlice]] = field(default_factory=list)
@@ -127,6 +128,10 @@ class FakeRunner:
     @property
     def kv_used_tokens(self) -> int:
         return sum(self._reserved.values())
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._reserved)
 
     def open(self, key: StreamKey, num_tokens: int) -> None:
         assert key not in self._reserved
@@ -148,6 +153,8 @@ class FakeRunner:
         assert hidden is None or (hidden.shape == (total, HIDDEN) and hidden.dtype == np.float32)
         self.batches.append(list(slices))
         if any(self.poison in piece.tokens for piece in slices):
+            for piece in slices:
+                del self._values[piece.key][piece.start :]  # undefined from there on
             raise InferenceError("poisoned")
         rows: list[float] = []
         sampled: list[float] = []

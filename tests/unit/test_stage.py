@@ -80,9 +80,10 @@ def test_an_older_step_is_dropped_silently_and_an_equal_one_computed_again() -> 
 
 def test_a_slice_beyond_the_reservation_and_an_unknown_stream_are_refused() -> None:
     stage = make_stage(reserved=3)
-    put(stage, 1, row(1, 0, [1, 2, 3, 4]), row(9, 0, [1]), row(2, 0, [1, 2, 3]))
+    dropped = stage.enqueue(step(1, row(1, 0, [1, 2, 3, 4]), row(9, 0, [1]), row(2, 0, [1, 2, 3])), None, 0.0)
+    assert failures([dropped]) == [(9, "state-lost")]
     verdict = stage.next_run()
-    assert failures(verdict.dropped) == [(1, "protocol"), (9, "state-lost")]
+    assert failures(verdict.dropped) == [(1, "protocol")]
     assert verdict.run is not None
     assert [piece.key for piece in verdict.run.slices] == [key(2)]
 
@@ -132,7 +133,7 @@ def test_rows_follow_their_slices_when_others_are_dropped() -> None:
     hidden = np.arange(6 * HIDDEN, dtype=np.float32).reshape(6, HIDDEN)
     slices = (row(1, 0, [1]), row(9, 0, [1, 2]), row(2, 0, [VOCAB]), row(3, 0, [1, 2]))
     assert stage.tensor_fault([step(1, *slices)], hidden) is None
-    assert failures([stage.enqueue(step(1, *slices), hidden, 0.0)]) == [(2, "protocol")]
+    assert failures([stage.enqueue(step(1, *slices), hidden, 0.0)]) == [(9, "state-lost"), (2, "protocol")]
     run = stage.next_run().run
     assert run is not None
     assert run.hidden is not None
@@ -199,6 +200,19 @@ def test_a_stream_that_is_in_the_batch_waits_for_the_next_turn_in_order() -> Non
     assert ids(stage.next_run()) == [3]
 
 
+def test_what_waited_for_its_stream_keeps_its_place_when_the_budget_ends_a_batch() -> None:
+    stage = make_stage(token_budget=2)
+    put(stage, 1, row(1, 0, [1]))
+    put(stage, 2, row(1, 1, [2]))
+    put(stage, 3, row(2, 0, [1, 2]))
+    put(stage, 4, row(1, 2, [3]))
+    for expected in ([1], [2], [3], [4]):
+        verdict = stage.next_run()
+        assert ids(verdict) == expected
+        assert verdict.run is not None
+        stage.succeeded(verdict.run, 0.0)
+
+
 def test_a_failed_batch_runs_again_one_by_one_and_a_lone_failure_is_told() -> None:
     stage = make_stage()
     put(stage, 1, row(1, 0, [1, 2]))
@@ -221,13 +235,17 @@ def test_a_failed_batch_runs_again_one_by_one_and_a_lone_failure_is_told() -> No
     assert failures(stage.next_run().dropped) == [(1, "state-lost")]
 
 
-def test_a_forgotten_client_leaves_nothing_behind() -> None:
-    stage = make_stage()
+def test_a_closed_stream_leaves_nothing_behind() -> None:
+    stage = make_stage(1)
     stage.open(key(1, "bob"), 8)
-    put(stage, 1, row(1, 0, [1]))
-    stage.enqueue(step(1, row(1, 0, [1]), client="bob"), None, 0.0)
-    stage.forget("ann")  # type: ignore[arg-type]
+    hidden = np.arange(3 * HIDDEN, dtype=np.float32).reshape(3, HIDDEN)
+    stage.enqueue(step(1, row(1, 0, [1, 2]), row(2, 0, [1])), hidden, 0.0)
+    stage.enqueue(step(1, row(1, 0, [1])), hidden[:1], 0.0)
+    stage.enqueue(step(1, row(1, 0, [1]), client="bob"), hidden[:1], 0.0)
+    stage.close(key(1))
     run = stage.next_run().run
     assert run is not None
-    assert [piece.key for piece in run.slices] == [key(1, "bob")]
-    assert stage.num_streams == 1
+    assert [piece.key for piece in run.slices] == [key(2), key(1, "bob")]
+    assert run.hidden is not None
+    np.testing.assert_array_equal(run.hidden, hidden[[2, 0]])
+    assert stage.num_streams == 3

@@ -1,31 +1,26 @@
 """The paged engine: one KV pool, any mix of slices of any streams in one inference.
 
-The stage graph becomes a paged-attention graph at load. What makes streams independent of their company, and a verified row the same bits
-as plain decoding, is how slices are laid out (FACTS: paged attention inside a stage):
-- a PREFILL slice is one subsequence of its n tokens;
-- a ROWS slice is n subsequences of one token each that share the stream's block table, with past lengths start, start + 1, ...; all new
-  K/V are written before attention runs, so a row sees the rows before it.
+The stage graph becomes a paged-attention graph at load; `layout` says how slices become its subsequences, and why so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
-from langchain_pshard.core.messages import Numerics, SliceKind
-from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable, num_blocks_for
+from langchain_pshard.core.messages import Numerics
+from workers.blocks import BLOCK_TOKENS, BlockPool
 from workers.runners.engine import (
     OV_TYPES,
     SAMPLED_ROWS,
+    Port,
     StageModel,
     aligned,
     check_memory,
@@ -35,71 +30,11 @@ from workers.runners.engine import (
     share,
     with_boundary,
 )
+from workers.runners.layout import Layout, lay_out
 from workers.runners.runner import Logits, RunSlice, StreamKey
-
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
 
 _WINDOW_INPUT = 10
 """Which input of PagedAttentionExtension is the sliding window, a scalar; 0 means none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """A batch as paged attention wants it: n subsequences, t tokens in all."""
-
-    tokens: Int64s  # [t]
-    position_ids: Int64s  # [t]
-    past_lens: Int32s  # [n]
-    subsequence_begins: Int32s  # [n + 1]
-    block_indices: Int32s  # [sum of the subsequences' blocks]
-    block_indices_begins: Int32s  # [n + 1]
-    max_context_len: Int32s  # []
-    sampled_rows: Int32s  # [sum of num_sampled], indices into the t tokens
-
-
-def lay_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Layout:
-    """Lay slices out as subsequences; `tables[i]` is the block table of `slices[i]`. Pure."""
-    past_lens: list[int] = []
-    lengths: list[int] = []
-    blocks: list[Int32s] = []
-    sampled: list[int] = []
-    num_tokens = 0
-    for piece, table in zip(slices, tables, strict=True):
-        count = len(piece.tokens)
-        end = piece.start + count
-        if piece.kind is SliceKind.PREFILL:
-            past_lens.append(piece.start)
-            lengths.append(count)
-            blocks.append(table.blocks[: num_blocks_for(end)])
-        else:
-            past_lens.extend(range(piece.start, end))
-            lengths.extend([1] * count)
-            blocks.extend(table.blocks[: num_blocks_for(past + 1)] for past in range(piece.start, end))
-        num_tokens += count
-        sampled.extend(range(num_tokens - piece.num_sampled, num_tokens))
-    single = len(slices) == 1
-    return Layout(
-        tokens=(slices[0].tokens if single else np.concatenate([piece.tokens for piece in slices])).astype(np.int64),
-        position_ids=_ranges([(piece.start, len(piece.tokens)) for piece in slices]),
-        past_lens=np.array(past_lens, dtype=np.int32),
-        subsequence_begins=_begins(lengths),
-        block_indices=blocks[0] if len(blocks) == 1 else np.concatenate(blocks),
-        block_indices_begins=_begins([len(indices) for indices in blocks]),
-        max_context_len=np.array(max(past + length for past, length in zip(past_lens, lengths, strict=True)), dtype=np.int32),
-        sampled_rows=np.array(sampled, dtype=np.int32),
-    )
-
-
-def _ranges(spans: list[tuple[int, int]]) -> Int64s:
-    ranges = [np.arange(start, start + count, dtype=np.int64) for start, count in spans]
-    return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
-
-
-def _begins(lengths: list[int]) -> Int32s:
-    begins = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=begins[1:])
-    return begins
 
 
 class PagedRunner:
@@ -120,7 +55,7 @@ class PagedRunner:
         self._compiled = _compile(stage)
         self._request = self._compiled.create_infer_request()
         self._inputs = input_indices(self._compiled)
-        self._hidden_name = "input_ids" if stage.is_first else "inputs_embeds"
+        self._layout: Layout | None = None  # of the last step, while the request still reads its arrays
         self._pool, self._caches = _allocate(stage, self._compiled)
         for idx, cache in self._caches.items():
             self._request.set_input_tensor(idx, cache)
@@ -149,51 +84,46 @@ class PagedRunner:
         self._pool.release(key)
 
     def run(self, slices: Sequence[RunSlice], hidden: Tensor | None) -> Tensor | Logits:
+        assert (hidden is None) == self._stage.is_first, "the first stage embeds tokens, the others take hidden states"
         tables = [self._pool.table(piece.key) for piece in slices]
-        layout = lay_out(slices, tables)
+        layout = self._layout
+        inputs = [] if hidden is None else [self._hidden_port(hidden)]
+        if layout is None or not layout.move(slices, tables):
+            self._layout = None  # until every input is set: a failure in between must not leave half of them behind
+            layout = lay_out(slices, tables)
+            inputs += self._layout_ports(layout)
         for piece, table in zip(slices, tables, strict=True):
             table.advance(piece.start, len(piece.tokens))
-        held = self._set_inputs(layout, hidden)
-        infer(self._request, self._stage.stage_name)
-        del held
-        return self._output(layout)
+        num_rows = max(1, len(layout.sampled_rows)) if self._stage.is_last else len(layout.tokens)
+        output, element_type = self._stage.empty_output(num_rows)
+        infer(self._request, inputs, Port(0, output[:, None], element_type), self._stage.stage_name)
+        self._layout = layout
+        return output[: len(layout.sampled_rows)] if self._stage.is_last else output
 
-    def _set_inputs(self, layout: Layout, hidden: Tensor | None) -> list[Any]:
-        """Set every input of the step. Returns the arrays the tensors look at: they have to live until the inference ends."""
-        if hidden is None:
-            assert self._stage.is_first, "a later stage needs hidden states"
-            source: npt.NDArray[Any] = layout.tokens
-            source_type = ov.Type.i64
-        else:
-            boundary = self._stage.numerics.boundary
-            source, source_type = aligned(hidden, boundary), OV_TYPES[boundary]
-        arrays: list[tuple[str, npt.NDArray[Any], Any]] = [
-            (self._hidden_name, source, source_type),
-            ("position_ids", layout.position_ids, ov.Type.i64),
-            ("past_lens", layout.past_lens, ov.Type.i32),
-            ("subsequence_begins", layout.subsequence_begins, ov.Type.i32),
-            ("block_indices", layout.block_indices, ov.Type.i32),
-            ("block_indices_begins", layout.block_indices_begins, ov.Type.i32),
-            ("max_context_len", layout.max_context_len, ov.Type.i32),
+    def _hidden_port(self, hidden: Tensor) -> Port:
+        boundary = self._stage.numerics.boundary
+        return Port(self._inputs["inputs_embeds"], aligned(hidden, boundary), OV_TYPES[boundary])
+
+    def _layout_ports(self, layout: Layout) -> list[Port]:
+        at = self._inputs
+        ports = [
+            Port(at["position_ids"], layout.position_ids, ov.Type.i64),
+            Port(at["past_lens"], layout.past_lens, ov.Type.i32),
+            Port(at["subsequence_begins"], layout.subsequence_begins, ov.Type.i32),
+            Port(at["block_indices"], layout.block_indices, ov.Type.i32),
+            Port(at["block_indices_begins"], layout.block_indices_begins, ov.Type.i32),
+            Port(at["max_context_len"], layout.max_context_len, ov.Type.i32),
         ]
+        if self._stage.is_first:
+            ports.append(Port(at["input_ids"], layout.tokens, ov.Type.i64))
         if self._stage.is_last:
             # An inference cannot have no row: without one to sample, row 0 stands in and is not returned.
             rows = layout.sampled_rows if len(layout.sampled_rows) else np.zeros(1, dtype=np.int32)
-            arrays.append((SAMPLED_ROWS, rows, ov.Type.i32))
-        for name, array, element_type in arrays:
-            self._request.set_input_tensor(self._inputs[name], share(array, element_type))
-        return arrays
-
-    def _output(self, layout: Layout) -> Tensor | Logits:
-        data = self._request.get_output_tensor(0).data  # a view that the next inference overwrites: copied below
-        if self._stage.is_last:
-            logits: Logits = data.reshape(-1, self._stage.vocab_size)[: len(layout.sampled_rows)].copy()
-            return logits
-        dtype = NUMPY_DTYPES[self._stage.numerics.boundary]
-        hidden: Tensor = data.reshape(-1, self._stage.hidden_size).view(dtype).copy()
-        return hidden
+            ports.append(Port(at[SAMPLED_ROWS], rows, ov.Type.i32))
+        return ports
 
     def close(self) -> None:
+        self._layout = None
         self._request = self._compiled = None
         self._caches = {}
 

@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import CapacityError, InferenceError, InvalidOptionError
 from langchain_pshard.core.messages import Numerics
 from workers.runners.engine import (
     KV_TYPES,
     OV_TYPES,
     SAMPLED_ROWS,
+    Port,
     StageModel,
     aligned,
     check_memory,
@@ -86,6 +87,12 @@ class SlotMap:
         self.mask[: self.num_slots] = 1
         return moved
 
+    def take_back(self, length: int, num_slots: int) -> None:
+        """Undo the last `append`, which began at these numbers of positions and slots."""
+        self.mask[num_slots:] = 0
+        del self.slots[length:]
+        self.num_slots = num_slots
+
     def append(self, num_tokens: int) -> Int64s:
         """Take slots for the next positions; returns the mask over all slots, [num_slots], a view."""
         self.slots.extend(range(self.num_slots, self.num_slots + num_tokens))
@@ -118,7 +125,6 @@ class StatefulRunner:
             gather_sampled_rows(stage.model, axis=1)
         self._compiled = stage.compile(with_boundary(stage))
         self._inputs = input_indices(self._compiled)
-        self._hidden_name = "input_ids" if stage.is_first else "inputs_embeds"
         self._beam_idx = np.zeros(1, dtype=np.int32)  # one sequence per request: the only valid row is 0
         self._streams: dict[StreamKey, _Stream] = {}
         kv_type = KV_TYPES[stage.numerics.kv_precision]
@@ -181,53 +187,48 @@ class StatefulRunner:
             stream.request.reset_state()
             stream.slot_map.compact()
         elif stream.slot_map.needs_compaction(count):
-            self._compact(stream)
+            self._keep(stream, stream.slot_map.compact())
+        num_rows = max(1, piece.num_sampled) if self._stage.is_last else count
+        output, element_type = self._stage.empty_output(num_rows)
+        num_before = stream.slot_map.num_slots
         mask = stream.slot_map.append(count)
-        positions = np.arange(piece.start, piece.start + count, dtype=np.int64)
-        held = self._set_inputs(stream.request, piece, mask[None], positions[None], hidden)
-        infer(stream.request, self._stage.stage_name)
-        del held  # the tensors looked at these arrays until now
-        return self._output(stream.request, piece)
+        try:
+            infer(stream.request, self._step_inputs(piece, mask, hidden), Port(0, output[None], element_type), self._stage.stage_name)
+        except InferenceError:
+            stream.slot_map.take_back(piece.start, num_before)
+            self._keep(stream, range(num_before))
+            raise
+        return output[: piece.num_sampled] if self._stage.is_last else output
 
-    def _set_inputs(self, request: Any, piece: RunSlice, mask: Int64s, positions: Int64s, hidden: Tensor | None) -> list[Any]:
+    def _step_inputs(self, piece: RunSlice, mask: Int64s, hidden: Tensor | None) -> list[Port]:
+        at = self._inputs
+        count = len(piece.tokens)
         if hidden is None:
             assert self._stage.is_first, "a later stage needs hidden states"
-            source: npt.NDArray[Any] = piece.tokens.astype(np.int64)[None]
-            source_type = ov.Type.i64
+            inputs = [Port(at["input_ids"], piece.tokens.astype(np.int64)[None], ov.Type.i64)]
         else:
             boundary = self._stage.numerics.boundary
-            source, source_type = aligned(hidden, boundary)[None], OV_TYPES[boundary]
-        arrays: list[tuple[str, npt.NDArray[Any], Any]] = [
-            (self._hidden_name, source, source_type),
-            ("attention_mask", mask, ov.Type.i64),
-            ("position_ids", positions, ov.Type.i64),
-            ("beam_idx", self._beam_idx, ov.Type.i32),
+            inputs = [Port(at["inputs_embeds"], aligned(hidden, boundary)[None], OV_TYPES[boundary])]
+        inputs += [
+            Port(at["attention_mask"], mask[None], ov.Type.i64),
+            Port(at["position_ids"], np.arange(piece.start, piece.start + count, dtype=np.int64)[None], ov.Type.i64),
+            Port(at["beam_idx"], self._beam_idx, ov.Type.i32),
         ]
         if self._stage.is_last:
             # An inference cannot have no row: without one to sample, the last stands in and is not returned.
-            first = len(piece.tokens) - max(piece.num_sampled, 1)
-            arrays.append((SAMPLED_ROWS, np.arange(first, len(piece.tokens), dtype=np.int32), ov.Type.i32))
-        for name, array, element_type in arrays:
-            request.set_input_tensor(self._inputs[name], share(array, element_type))
-        return arrays
+            rows = np.arange(count - max(piece.num_sampled, 1), count, dtype=np.int32)
+            inputs.append(Port(at[SAMPLED_ROWS], rows, ov.Type.i32))
+        return inputs
 
-    def _output(self, request: Any, piece: RunSlice) -> Tensor | Logits:
-        data = request.get_output_tensor(0).data[0]  # a view that the next inference overwrites: copied below
-        if self._stage.is_last:
-            logits: Logits = data[: piece.num_sampled].copy()
-            return logits
-        hidden: Tensor = data.view(NUMPY_DTYPES[self._stage.numerics.boundary]).copy()
-        return hidden
-
-    def _compact(self, stream: _Stream) -> None:
-        """Move the live slots of every layer's state together."""
-        live = stream.slot_map.compact()
+    def _keep(self, stream: _Stream, slots: Sequence[int]) -> None:
+        """Move these slots of every layer's state to its front, and drop the others."""
         try:
             for variable in stream.request.query_state():
-                kept = np.ascontiguousarray(variable.state.data[:, :, live])  # [1, kv_heads, slots, head_dim]
-                variable.state = share(kept, variable.state.element_type)
+                state = variable.state  # [1, kv_heads, slots, head_dim]
+                kept = np.ascontiguousarray(state.data[:, :, slots])
+                variable.state = share(kept, state.element_type)
         except RuntimeError as error:
-            raise InferenceError(f"{self._stage.stage_name} failed to compact the KV of a stream: {error}") from error
+            raise InferenceError(f"{self._stage.stage_name} cannot move the KV of a stream: {error}") from error
 
     def close(self) -> None:
         self._streams.clear()

@@ -1,0 +1,251 @@
+"""Both engines on real graphs: the same tokens, whatever the split, the company, the chunks and the rejections."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from langchain_pshard.core.bundle import WeightMode, load_manifest
+from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError, MissingExtraError
+from langchain_pshard.core.messages import DType
+from tests.support.bundles import DemoBundle, TinyBundle
+from tests.support.runners import PREFILL, ROWS, RunnerChain, key, piece, running_chain
+from workers.shard import NumericsName, RunnerName, Settings, make_runner
+
+ARCHITECTURES = ["llama", "gemma3_text"]  # the latter crosses its window of 16
+KV_BYTES = 8 << 20
+
+
+def settings(runner: RunnerName = "paged", numerics: NumericsName = "exact", *, kv_memory_bytes: int = KV_BYTES) -> Settings:
+    # Two threads: in a process that has compiled before, one thread meets the fusion that `shard._avoid_amx_crash` is about.
+    return Settings(runner=runner, numerics=numerics, threads=2, kv_memory_bytes=kv_memory_bytes)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(8, 264, num_tokens).tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_paged_stateful_and_transformers_agree(tiny_bundle: TinyBundle, architecture: str) -> None:
+    from tests.support.chain import reference_logits
+
+    bundle = tiny_bundle(architecture)
+    text = prompt(40)
+    with running_chain(bundle, settings("paged")) as paged, running_chain(bundle, settings("stateful")) as stateful:
+        tokens, logits = paged.greedy(1, text, 80)
+        assert stateful.greedy(1, text, 80)[0] == tokens
+    model = bundle.parent / f"{architecture}-model"
+    expected = reference_logits(model, text + tokens[:-1])[len(text) - 1 :]
+    assert expected.argmax(axis=1).tolist() == tokens
+    assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("runner", ["paged", "stateful"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_stages_do_not_change_a_bit(tiny_bundle: TinyBundle, architecture: str, runner: RunnerName, numerics: NumericsName) -> None:
+    text = prompt(40)
+    with running_chain(tiny_bundle(architecture), settings(runner, numerics)) as whole:
+        tokens, logits = whole.greedy(1, text, 40)
+    for num_stages in (2, 3):
+        with running_chain(tiny_bundle(architecture, num_stages=num_stages), settings(runner, numerics)) as chain:
+            cut_tokens, cut_logits = chain.greedy(1, text, 40)
+        assert cut_tokens == tokens
+        assert np.array_equal(cut_logits, logits)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_company_does_not_change_a_bit(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
+    """Eight streams of different lengths in shared steps, while a ninth prefills beside them."""
+    texts = [prompt(5 + 7 * idx, seed=idx) for idx in range(8)]
+    num_tokens = 24
+    with running_chain(tiny_bundle(architecture, num_stages=2), settings(numerics=numerics)) as chain:
+        alone = [chain.greedy(idx, text, num_tokens) for idx, text in enumerate(texts)]
+        for idx, text in enumerate(texts):
+            chain.open(idx, len(text) + num_tokens)
+        rows = [[row] for row in chain.run(*(piece(idx, 0, text, PREFILL) for idx, text in enumerate(texts)))]
+        chain.open(99, 10 * num_tokens)
+        for step in range(num_tokens - 1):
+            last = [[int(mine[-1].argmax())] for mine in rows]
+            slices = [piece(idx, len(text) + step, last[idx], ROWS) for idx, text in enumerate(texts)]
+            beside = piece(99, 10 * step, prompt(10, seed=step), PREFILL, num_sampled=0)
+            for mine, row in zip(rows, chain.run(*slices[:4], beside, *slices[4:]), strict=True):
+                mine.append(row)
+        for mine, (_, expected) in zip(rows, alone, strict=True):
+            assert np.array_equal(np.stack(mine), expected)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rejected_drafts_do_not_change_a_bit_of_paged(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
+    text = prompt(30)
+    with running_chain(tiny_bundle(architecture, num_stages=2), settings(numerics=numerics)) as chain:
+        tokens, logits = chain.greedy(1, text, 100)
+        drafted_tokens, drafted_logits = chain.greedy_with_drafts(2, text, 100, tokens, np.random.default_rng(3))
+        assert all(runner.is_rewind_exact for runner in chain.runners)
+    assert drafted_tokens == tokens
+    assert np.array_equal(drafted_logits, logits)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rejected_drafts_do_not_change_a_token_of_stateful(tiny_bundle: TinyBundle, architecture: str) -> None:
+    """Enough rejections that the cache is moved together several times."""
+    text = prompt(10)
+    with running_chain(tiny_bundle(architecture, num_stages=2), settings("stateful")) as chain:
+        tokens, logits = chain.greedy(1, text, 160)
+        drafted_tokens, drafted_logits = chain.greedy_with_drafts(2, text, 160, tokens, np.random.default_rng(3))
+        assert all(runner.is_rewind_exact for runner in chain.runners)
+    assert drafted_tokens == tokens
+    assert np.abs(drafted_logits - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+def test_stateful_says_when_rewinds_are_not_exact(tiny_bundle: TinyBundle) -> None:
+    with running_chain(tiny_bundle("llama"), settings("stateful", "fast")) as chain:
+        assert not chain.runners[0].is_rewind_exact
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_any_split_of_a_prefill_equals_one(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
+    text = prompt(150)
+    with running_chain(tiny_bundle(architecture, num_stages=2), settings(numerics=numerics)) as chain:
+        chain.open(0, len(text))
+        expected = chain.run(piece(0, 0, text, PREFILL, num_sampled=len(text)))
+        for cuts in ([2], [31, 33], [64], [16, 32, 48, 80], [148]):
+            chain.open(1, len(text))
+            edges = [0, *cuts, len(text)]
+            rows = [
+                chain.run(piece(1, start, text[start:end], PREFILL, num_sampled=end - start)) for start, end in itertools.pairwise(edges)
+            ]
+            chain.close_stream(1)
+            assert np.array_equal(np.concatenate(rows), expected)
+
+
+@pytest.mark.parametrize("runner", ["paged", "stateful"])
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_sampling_fewer_rows_does_not_change_them(tiny_bundle: TinyBundle, runner: RunnerName, numerics: NumericsName) -> None:
+    text = prompt(50)
+    with running_chain(tiny_bundle("gemma3_text"), settings(runner, numerics)) as chain:
+        chain.open(1, 60)
+        every = chain.run(piece(1, 0, text, PREFILL, num_sampled=50))
+        assert np.array_equal(chain.run(piece(1, 0, text, PREFILL, num_sampled=3)), every[-3:])
+        after = chain.run(piece(1, 50, [9], ROWS))
+        nothing = chain.run(piece(1, 0, text, PREFILL, num_sampled=0))
+        assert nothing.shape == (0, every.shape[1])
+        assert np.array_equal(chain.run(piece(1, 50, [9], ROWS)), after)  # the KV was written all the same
+
+
+def test_results_are_not_overwritten_by_later_steps(tiny_bundle: TinyBundle) -> None:
+    with running_chain(tiny_bundle("llama", num_stages=2), settings()) as chain:
+        chain.open(1, 50)
+        first, last = chain.runners
+        text = piece(1, 0, prompt(20), PREFILL)
+        hidden = first.run([text], None)
+        logits = last.run([text], hidden)
+        kept_hidden, kept_logits = hidden.copy(), logits.copy()
+        for step in range(3):
+            row = piece(1, 20 + step, [30 + step], ROWS)
+            last.run([row], first.run([row], None))
+        assert np.array_equal(hidden, kept_hidden)
+        assert np.array_equal(logits, kept_logits)
+
+
+def test_hidden_states_are_read_wherever_a_frame_puts_them(tiny_bundle: TinyBundle) -> None:
+    with running_chain(tiny_bundle("llama", num_stages=2), settings(numerics="fast")) as chain:
+        chain.open(1, 50)
+        first, last = chain.runners
+        text = piece(1, 0, prompt(20), PREFILL)
+        hidden = first.run([text], None)
+        assert hidden.dtype == (np.uint16 if first.numerics.boundary is DType.BF16 else np.float32)
+        expected = last.run([text], hidden)
+        frame = b"x" + hidden.tobytes()  # odd address, read-only
+        received = np.frombuffer(frame, dtype=np.uint8)[1:].view(hidden.dtype).reshape(hidden.shape)
+        assert np.array_equal(last.run([text], received), expected)
+
+
+@pytest.mark.parametrize("runner", ["paged", "stateful"])
+def test_a_failed_inference_can_be_repeated(tiny_bundle: TinyBundle, runner: RunnerName) -> None:
+    with running_chain(tiny_bundle("llama", num_stages=2), settings(runner)) as chain:
+        chain.open(1, 50)
+        first, last = chain.runners
+        text, row = piece(1, 0, prompt(20), PREFILL), piece(1, 20, [50], ROWS)
+        last.run([text], first.run([text], None))
+        hidden = first.run([row], None)
+        with pytest.raises(InferenceError, match="stage 1 failed to infer"):
+            last.run([row], hidden[:, :32])
+        repeated = last.run([row], hidden)
+        assert np.array_equal(last.run([row], hidden), repeated)
+        chain.open(2, 50)
+        others = [piece(2, 0, text.tokens.tolist(), PREFILL), piece(2, 20, [50], ROWS)]
+        assert np.allclose([chain.run(step)[0] for step in others][1], repeated[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("runner", ["paged", "stateful"])
+def test_what_does_not_fit_is_refused_with_figures(tiny_bundle: TinyBundle, runner: RunnerName) -> None:
+    with running_chain(tiny_bundle("llama"), settings(runner, kv_memory_bytes=1 << 20)) as chain:
+        [engine] = chain.runners
+        total = engine.kv_capacity_tokens
+        assert total == {"paged": 1024, "stateful": 682}[runner]  # 1 KiB a position in float32, half as much again when stateful
+        engine.open(key(1), 512)
+        with pytest.raises(
+            CapacityError, match=rf"needs 544 positions .* {total - 512} (positions )?.* free of {total} positions \(1\.0 MiB\)"
+        ):
+            engine.open(key(2), 544)
+        assert engine.kv_used_tokens == 512
+        engine.close_stream(key(1))
+        engine.close_stream(key(1))
+        assert engine.kv_used_tokens == 0
+        engine.open(key(2), 544)
+
+
+@pytest.mark.parametrize("runner", ["paged", "stateful"])
+def test_a_budget_out_of_proportion_is_refused(tiny_bundle: TinyBundle, runner: RunnerName) -> None:
+    bundle = tiny_bundle("llama")
+    with pytest.raises(CapacityError, match=r"needs \d+ MiB, \d+ MiB of memory are available"):
+        RunnerChain(bundle, settings(runner, kv_memory_bytes=1 << 50))
+    with pytest.raises(InvalidOptionError, match=r"holds no (block|position).*valid: \d+ bytes or more"):
+        RunnerChain(bundle, settings(runner, kv_memory_bytes=100))
+
+
+def test_a_wrong_stage_device_or_precision_is_named(tiny_bundle: TinyBundle) -> None:
+    bundle = tiny_bundle("llama")
+    manifest = load_manifest(bundle)
+    with pytest.raises(InvalidOptionError, match="stage 1 is not in this bundle; valid: 0 to 0"):
+        make_runner(bundle, manifest, 1, settings())
+    with pytest.raises(InvalidOptionError, match=r"device 'TPU' does not exist on this machine; available: .*CPU"):
+        make_runner(bundle, manifest, 0, Settings(device="TPU"))
+    with pytest.raises(InvalidOptionError, match=r"kv_precision='bf16' does not go with exact numerics.*valid: f32, u8"):
+        make_runner(bundle, manifest, 0, Settings(numerics="exact", kv_precision="bf16"))
+
+
+def test_a_missing_model_file_is_named(tiny_bundle: TinyBundle, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"stage-0.openvino_model\.xml"):
+        make_runner(tmp_path, load_manifest(tiny_bundle("llama")), 0, settings())
+
+
+def test_a_missing_openvino_names_the_extra(tiny_bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = tiny_bundle("llama")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(MissingExtraError, match=r"langchain-pshard\[worker\]"):
+        make_runner(bundle, load_manifest(bundle), 0, settings())
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(400)  # the first run on a machine exports the model
+def test_paged_and_stateful_agree_over_600_tokens_of_the_real_model(demo_bundle: DemoBundle) -> None:
+    """Beyond its window of 512 positions; the stateful run verifies drafts, of which many are rejected."""
+    bundle = demo_bundle(weights=WeightMode.INT4, layers=(16, 2))
+    text = np.random.default_rng(1).integers(1000, 200_000, 24).tolist()
+    with running_chain(bundle, settings(kv_memory_bytes=64 << 20)) as paged:
+        tokens, logits = paged.greedy(1, text, 600)
+        drafted = paged.greedy_with_drafts(2, text, 600, tokens, np.random.default_rng(2))
+    assert drafted[0] == tokens
+    assert np.array_equal(drafted[1], logits)
+    del drafted, logits
+    with running_chain(bundle, settings("stateful", kv_memory_bytes=64 << 20)) as stateful:
+        assert stateful.greedy_with_drafts(1, text, 600, tokens, np.random.default_rng(2))[0] == tokens
