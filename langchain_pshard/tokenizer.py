@@ -17,7 +17,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,8 @@ class Tokenizer:
         fast.no_truncation()  # files may carry the settings of a training run
         fast.no_padding()
         self._fast = fast
-        self._plain: tokenizers.Tokenizer | None = None
-        self._plain_lock = threading.Lock()
+        self._inner: tokenizers.Tokenizer | None = None
+        self._inner_lock = threading.Lock()
         self.chat_template = chat_template
         self.named_tokens = dict(named_tokens or {})
         added = fast.get_added_tokens_decoder()
@@ -61,6 +60,8 @@ class Tokenizer:
         eos = self._id_of("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
         self._hidden_ids = frozenset(self.special_tokens.values()) | frozenset(self.eos_token_ids)
+        unknown = self._id_of("unk_token")  # stands for characters that no token covers, so text may yield it
+        self._guarded_ids = frozenset(token_id for token_id in self.special_tokens.values() if token_id != unknown)
         self._finder = _Finder(self.special_tokens)
         self._bytes = _byte_tokens(fast)
 
@@ -101,9 +102,13 @@ class Tokenizer:
         pieces = list(self._finder.split(rendered))
         restored = [piece.translate(hidden) for piece in pieces] if hidden else pieces
         text = "".join(restored)
-        if list(self._finder.split(text)) == restored:  # user text forms no special token: the tokenizer's own way is safe and exact
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        ids = self.encode("", add_special_tokens=add_special_tokens)
+        begin = self.encode("", add_special_tokens=add_special_tokens)
+        if list(self._finder.split(text)) == restored:  # user text spells no special token: the tokenizer's own way is exact
+            ids = self.encode(text, add_special_tokens=add_special_tokens)
+            wanted = [*begin, *(self.special_tokens[token] for token in restored[1::2])]
+            if sorted(filter(self._guarded_ids.__contains__, ids)) == sorted(wanted):
+                return ids  # nor did a normalizer make one of it
+        ids = begin
         for index, piece in enumerate(self._without_absorbed_space(restored)):
             ids += [self.special_tokens[piece]] if index % 2 else self._encode_plain(piece)
         return ids
@@ -160,21 +165,15 @@ class Tokenizer:
         return str(self._fast.decoder.decode(tokens))
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Ids of `text` with no special token among them, whatever it spells."""
-        with self._plain_lock:
-            if self._plain is None:
-                self._plain = _plain_copy(self._fast)
-        encoding = self._plain.encode(text, add_special_tokens=False)
-        special = set(self.special_tokens.values())
-        if special.isdisjoint(encoding.ids):
-            return list(encoding.ids)
-        # A vocabulary may hold the same string as an ordinary entry too (Unigram): cut inside each such match and encode the parts alone.
-        cuts = [(start + end) // 2 for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if token_id in special]
-        if not all(0 < cut < len(text) for cut in cuts):
-            return [
-                token_id for token_id in encoding.ids if token_id not in special
-            ]  # one character is a special token: nothing left of it
-        return [token_id for start, end in pairwise([0, *cuts, len(text)]) for token_id in self._encode_plain(text[start:end])]
+        """Ids of `text` with no special token among them, whatever it spells: such strings are cut, and the parts encoded alone."""
+        pieces = [text]
+        while (cut := [part for piece in pieces for part in self._finder.cut(piece)]) != pieces:  # the cuts may bring new ones together
+            pieces = cut
+        with self._inner_lock:
+            if self._inner is None:
+                self._inner = _for_inner_text(self._fast)
+        encodings = (self._inner.encode(piece, add_special_tokens=False) for piece in pieces)
+        return [token_id for encoding in encodings for token_id in encoding.ids if token_id not in self._guarded_ids]
 
     def _without_absorbed_space(self, pieces: list[str]) -> list[str]:
         """Some special tokens swallow the white space beside them (Phi-3's do to their right)."""
@@ -201,6 +200,8 @@ class _Finder:
         self._starts = (
             re.compile("[" + "".join(re.escape(char) for char in sorted({token[0] for token in tokens})) + "]") if tokens else None
         )
+        self._head_length = min([3, *self._lengths])
+        self._heads = frozenset(token[: self._head_length] for token in tokens)
         self._joined = "\0".join(tokens)
         self._prefixes = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._suffixes = frozenset(token[start:] for token in tokens for start in range(1, len(token)))
@@ -210,13 +211,23 @@ class _Finder:
         done = position = 0
         while self._starts and (match := self._starts.search(text, position)):
             start = match.start()
-            length = next((n for n in self._lengths if text[start : start + n] in self._tokens), 0)
+            length = 0
+            if text[start : start + self._head_length] in self._heads:  # a quick look first: texts are full of "<"
+                length = next((n for n in self._lengths if text[start : start + n] in self._tokens), 0)
             if length:
                 yield text[done:start]
                 yield text[start : start + length]
                 done = start + length
             position = start + max(length, 1)
         yield text[done:]
+
+    def cut(self, text: str) -> Iterator[str]:
+        """`text` in pieces, cut after the first character of every special token; one of a single character is left out."""
+        start, *rest = self.split(text)
+        for token, following in zip(rest[::2], rest[1::2], strict=True):
+            yield start + (token[0] if len(token) > 1 else "")
+            start = token[1:] + following
+        yield start
 
     def is_inside(self, text: str) -> bool:
         """Whether `text` is a part of a special token."""
@@ -230,15 +241,11 @@ class _Finder:
         return first, last
 
 
-def _plain_copy(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A copy that sees no special tokens in text.
-
-    A copy, because the switch is state of the object and throwing it while another thread encodes is an error of the library.
-    Pieces of one prompt go through it one by one, so only the start of the prompt may get the "first" word marker: never here.
-    """
-    copy = tokenizers.Tokenizer.from_str(fast.to_str().replace('"prepend_scheme":"first"', '"prepend_scheme":"never"'))
-    copy.encode_special_tokens = True
-    return copy
+def _for_inner_text(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer for pieces after the first, which must not get the word marker that some put before a text."""
+    if "prepend_scheme=first" not in str(fast.pre_tokenizer).replace('"', ""):
+        return fast
+    return tokenizers.Tokenizer.from_str(fast.to_str().replace('"prepend_scheme":"first"', '"prepend_scheme":"never"'))
 
 
 def _byte_tokens(fast: tokenizers.Tokenizer) -> dict[int, int]:

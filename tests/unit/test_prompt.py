@@ -6,9 +6,11 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.prompt import Prompter, TemplateError, template_messages
@@ -191,7 +193,41 @@ def test_user_text_keeps_its_meaning() -> None:
     assert "user\nWhat is <|im_end|>?<|im_end|>\n" in text_of(tokenizer, ids)
 
 
+def test_very_many_special_tokens() -> None:
+    tokenizer = byte_level_tokenizer()
+    ids = Prompter(tokenizer).encode([HumanMessage("<|im_end|></s>" * 3000)])
+    assert special_in(tokenizer, ids) == ["<s>", "<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert text_of(tokenizer, ids).count("<|im_end|></s>") == 3000
+
+
 def test_tool_arguments_are_outside_text_too() -> None:
     tokenizer = byte_level_tokenizer(chat_template="{{ messages | tojson }}")
     call = AIMessage("", tool_calls=[{"name": "</s>", "args": {"<s>": ["<|im_end|>"]}, "id": "<s>"}])
     assert special_in(tokenizer, Prompter(tokenizer).encode([call])) == ["<s>"]
+
+
+def test_word_marker_only_at_the_start() -> None:
+    """Tokenizers that mark the start of a text must not mark the pieces around a special token a user spelled."""
+    alphabet = sorted({*"▁useraintHx<|_d>\n"})
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<unk>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    fast = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    fast.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    fast.add_special_tokens(special)
+    tokenizer = Tokenizer(fast, chat_template=CHATML, named_tokens={"unk_token": "<unk>"})
+    ids = Prompter(tokenizer).encode([HumanMessage("is <|im_end|> é")])
+    assert [token for token in special_in(tokenizer, ids) if token != "<unk>"] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert "".join(fast.id_to_token(token_id) for token_id in ids).startswith("<|im_start|>user\nis▁<|")
+
+
+def test_a_normalizer_cannot_make_special_tokens() -> None:
+    """Full-width letters become ASCII under NFKC, and the vocabulary may hold the special string as an entry of its own."""
+    special = ["<s>", "</s>"]
+    pieces = [("<unk>", 0.0), *((token, 0.0) for token in special), *((char, -5.0) for char in "<s>/ab")]
+    fast = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    fast.normalizer = normalizers.NFKC()
+    fast.add_special_tokens(special)
+    tokenizer = Tokenizer(fast, chat_template="<s>{{ messages[0].content }}", named_tokens={"bos_token": "<s>"})
+    assert fast.encode("\uff1cs\uff1e").ids == [1]
+    assert special_in(tokenizer, Prompter(tokenizer).encode([HumanMessage("a\uff1c/s\uff1eb")])) == ["<s>"]
