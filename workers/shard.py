@@ -21,6 +21,7 @@ from workers.runners.runner import Runner, RunSlice, StreamKey
 
 RunnerName = Literal["paged", "stateful"]
 NumericsName = Literal["fast", "exact"]
+InferencePrecision = Literal["f32", "bf16"]
 KvPrecision = Literal["f32", "bf16", "u8"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
@@ -37,6 +38,11 @@ class Settings:
     device: str = "CPU"
     runner: RunnerName = "paged"
     numerics: NumericsName = "fast"
+    inference_precision: InferencePrecision | None = None
+    """None: f32 under `exact`, bf16 under `fast` where the device computes in it.
+
+    On CPUs with AMX, bf16 products over int4 weights round by the number of rows: a stream's bits then depend on its company. `fast` with
+    f32 (activations still quantized) does not: measured difference 0.0 for 1 to 20 rows on Gemma 3 270M int4."""
     kv_precision: KvPrecision | None = None
     """None: that of the inference, which alone keeps rewinds exact; u8 halves the memory and gives that up."""
     threads: int | None = None
@@ -49,6 +55,8 @@ class Settings:
     def __post_init__(self) -> None:
         _check_one_of("runner", self.runner, get_args(RunnerName))
         _check_one_of("numerics", self.numerics, get_args(NumericsName))
+        if self.inference_precision is not None:
+            _check_one_of("inference_precision", self.inference_precision, get_args(InferencePrecision))
         if self.kv_precision is not None:
             _check_one_of("kv_precision", self.kv_precision, get_args(KvPrecision))
         if self.threads is not None and self.threads < 1:
@@ -133,7 +141,12 @@ def _choose_numerics(ov: ModuleType, core: Any, settings: Settings) -> tuple[Num
     """The numerics class and the properties that compile a stage into it."""
     has_bf16 = "BF16" in core.get_property(settings.device, "OPTIMIZATION_CAPABILITIES")
     is_fast = settings.numerics == "fast"
-    inference = "bf16" if is_fast and has_bf16 else "f32"
+    inference = settings.inference_precision or ("bf16" if is_fast and has_bf16 else "f32")
+    if inference == "bf16" and not (is_fast and has_bf16):
+        raise InvalidOptionError(
+            f"inference_precision='bf16' does not go with {settings.numerics} numerics on this {settings.device}"
+            f"{'' if has_bf16 else ', which has no bf16'}; valid: f32"
+        )
     kv = settings.kv_precision or inference
     if kv not in (inference, "u8"):
         raise InvalidOptionError(

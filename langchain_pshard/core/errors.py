@@ -172,10 +172,10 @@ class ClosedError(PShardError):
 
 
 def _tree(root: type[PShardError]) -> dict[str, type[PShardError]]:
-    found = {root.code: root}
+    found: dict[str, type[PShardError]] = {}
     for child in root.__subclasses__():
         found |= _tree(child)
-    return found
+    return found | {root.code: root}  # a subclass elsewhere that keeps its parent's code does not take its place
 
 
 def error_from_code(code: str, message: str) -> PShardError:

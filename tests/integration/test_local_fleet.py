@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from langchain_pshard.core.errors import BundleError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
+from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams
 from langchain_pshard.pipeline.local import LocalFleet
@@ -43,6 +46,37 @@ def test_any_number_of_stages_gives_the_same_text(bundles: dict[int, Path], tmp_
             assert client.chain.num_stages == count
             texts.append(client.complete("hello there", PARAMS).token_ids)
     assert len(set(texts)) == 1
+
+
+def test_together_with_others_and_with_drafts_a_stream_says_what_it_says_alone(bundles: dict[int, Path], tmp_path: Path) -> None:
+    prompts = [f"{word} and then" for word in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
+    with LocalFleet(bundles[2], num_threads=1, numerics="exact") as fleet, connect(fleet, tmp_path) as client:
+        for sampling in (SamplingParams(), SamplingParams(temperature=0.8, seed=11)):
+            params = GenerationParams(max_tokens=128, ignore_eos=True, sampling=sampling)
+            alone = [client.complete(prompt, params).token_ids for prompt in prompts]
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                assert list(pool.map(lambda prompt, params=params: client.complete(prompt, params).token_ids, prompts)) == alone
+            drafter = HalfRight(len(client.tokenizer.encode(prompts[0])), alone[0])
+            drafted = client.complete(prompts[0], params, drafter=drafter)
+            assert drafted.token_ids == alone[0]
+            assert drafted.stats.num_steps < 100
+
+
+class HalfRight:
+    """Drafts of four tokens, of which every other proposal has a wrong second one."""
+
+    def __init__(self, num_prompt_tokens: int, answer: Sequence[int]) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._answer = answer
+        self._turn = 0
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+        self._turn += 1
+        done = len(tokens) - self._num_prompt_tokens
+        drafts = list(self._answer[done : done + 4])
+        if self._turn % 2 and len(drafts) > 1:
+            drafts[1] = (drafts[1] + 1) % 200
+        return drafts[:max_tokens]
 
 
 def test_killed_worker_ends_the_stream_in_one_typed_error(bundles: dict[int, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from langchain_pshard.core.errors import BundleError, CapacityError, InferenceEr
 from langchain_pshard.core.messages import DType
 from tests.support.bundles import DemoBundle, TinyBundle
 from tests.support.runners import PREFILL, ROWS, RunnerChain, key, piece, running_chain
+from workers.runners.runner import Logits
 from workers.shard import NumericsName, RunnerName, Settings, make_runner
 
 ARCHITECTURES = ["llama", "gemma3_text"]  # the latter crosses its window of 16
@@ -23,6 +24,24 @@ KV_BYTES = 8 << 20
 def settings(runner: RunnerName = "paged", numerics: NumericsName = "exact", *, kv_memory_bytes: int = KV_BYTES) -> Settings:
     # Two threads: in a process that has compiled before, one thread meets the fusion that `shard._avoid_amx_crash` is about.
     return Settings(runner=runner, numerics=numerics, threads=2, kv_memory_bytes=kv_memory_bytes)
+
+
+def same_rows(numerics: NumericsName, logits: Logits, expected: Logits) -> bool:
+    """Bit for bit where activations are quantized in float32; plain float32 products round by the number of rows, in their last bits."""
+    if numerics == "fast":
+        return np.array_equal(logits, expected)
+    tokens_agree = np.array_equal(logits.argmax(axis=-1), expected.argmax(axis=-1))
+    return tokens_agree and bool(np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max())
+
+
+def batch_settings(numerics: NumericsName) -> Settings:
+    # One thread: two of them may share out the sums of so small a product differently for one row and for many.
+    return Settings(numerics=numerics, inference_precision="f32", threads=1, kv_memory_bytes=KV_BYTES)
+
+
+def batch_bundle(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> Path:
+    """Two stages; int4 under `fast`, the weights it is for."""
+    return tiny_bundle(architecture, num_stages=2, weights=WeightMode.INT4 if numerics == "fast" else WeightMode.FP32)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -60,11 +79,11 @@ def test_stages_do_not_change_a_bit(tiny_bundle: TinyBundle, architecture: str, 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_company_does_not_change_a_bit(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
+def test_company_does_not_change_a_stream(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
     """Eight streams of different lengths in shared steps, while a ninth prefills beside them."""
     texts = [prompt(5 + 7 * idx, seed=idx) for idx in range(8)]
     num_tokens = 24
-    with running_chain(tiny_bundle(architecture, num_stages=2), settings(numerics=numerics)) as chain:
+    with running_chain(batch_bundle(tiny_bundle, architecture, numerics), batch_settings(numerics)) as chain:
         alone = [chain.greedy(idx, text, num_tokens) for idx, text in enumerate(texts)]
         for idx, text in enumerate(texts):
             chain.open(idx, len(text) + num_tokens)
@@ -77,19 +96,19 @@ def test_company_does_not_change_a_bit(tiny_bundle: TinyBundle, architecture: st
             for mine, row in zip(rows, chain.run(*slices[:4], beside, *slices[4:]), strict=True):
                 mine.append(row)
         for mine, (_, expected) in zip(rows, alone, strict=True):
-            assert np.array_equal(np.stack(mine), expected)
+            assert same_rows(numerics, np.stack(mine), expected)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rejected_drafts_do_not_change_a_bit_of_paged(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
+def test_rejected_drafts_do_not_change_a_stream_of_paged(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
     text = prompt(30)
-    with running_chain(tiny_bundle(architecture, num_stages=2), settings(numerics=numerics)) as chain:
+    with running_chain(batch_bundle(tiny_bundle, architecture, numerics), batch_settings(numerics)) as chain:
         tokens, logits = chain.greedy(1, text, 100)
         drafted_tokens, drafted_logits = chain.greedy_with_drafts(2, text, 100, tokens, np.random.default_rng(3))
         assert all(runner.is_rewind_exact for runner in chain.runners)
     assert drafted_tokens == tokens
-    assert np.array_equal(drafted_logits, logits)
+    assert same_rows(numerics, drafted_logits, logits)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -113,7 +132,7 @@ def test_stateful_says_when_rewinds_are_not_exact(tiny_bundle: TinyBundle) -> No
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_any_split_of_a_prefill_equals_one(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
     text = prompt(150)
-    with running_chain(tiny_bundle(architecture, num_stages=2), settings(numerics=numerics)) as chain:
+    with running_chain(batch_bundle(tiny_bundle, architecture, numerics), batch_settings(numerics)) as chain:
         chain.open(0, len(text))
         expected = chain.run(piece(0, 0, text, PREFILL, num_sampled=len(text)))
         for cuts in ([2], [31, 33], [64], [16, 32, 48, 80], [148]):
@@ -123,17 +142,16 @@ def test_any_split_of_a_prefill_equals_one(tiny_bundle: TinyBundle, architecture
                 chain.run(piece(1, start, text[start:end], PREFILL, num_sampled=end - start)) for start, end in itertools.pairwise(edges)
             ]
             chain.close_stream(1)
-            assert np.array_equal(np.concatenate(rows), expected)
+            assert same_rows(numerics, np.concatenate(rows), expected)
 
 
 @pytest.mark.parametrize("runner", ["paged", "stateful"])
-@pytest.mark.parametrize("numerics", ["exact", "fast"])
-def test_sampling_fewer_rows_does_not_change_them(tiny_bundle: TinyBundle, runner: RunnerName, numerics: NumericsName) -> None:
+def test_sampling_fewer_rows_does_not_change_them(tiny_bundle: TinyBundle, runner: RunnerName) -> None:
     text = prompt(50)
-    with running_chain(tiny_bundle("gemma3_text"), settings(runner, numerics)) as chain:
+    with running_chain(tiny_bundle("gemma3_text"), settings(runner)) as chain:
         chain.open(1, 60)
         every = chain.run(piece(1, 0, text, PREFILL, num_sampled=50))
-        assert np.array_equal(chain.run(piece(1, 0, text, PREFILL, num_sampled=3)), every[-3:])
+        assert same_rows("exact", chain.run(piece(1, 0, text, PREFILL, num_sampled=3)), every[-3:])
         after = chain.run(piece(1, 50, [9], ROWS))
         nothing = chain.run(piece(1, 0, text, PREFILL, num_sampled=0))
         assert nothing.shape == (0, every.shape[1])
@@ -179,7 +197,7 @@ def test_a_failed_inference_can_be_repeated(tiny_bundle: TinyBundle, runner: Run
         with pytest.raises(InferenceError, match="stage 1 failed to infer"):
             last.run([row], hidden[:, :32])
         repeated = last.run([row], hidden)
-        assert np.array_equal(last.run([row], hidden), repeated)
+        assert np.allclose(last.run([row], hidden), repeated, rtol=0, atol=1e-5)
         chain.open(2, 50)
         others = [piece(2, 0, text.tokens.tolist(), PREFILL), piece(2, 20, [50], ROWS)]
         assert np.allclose([chain.run(step)[0] for step in others][1], repeated[0], rtol=0, atol=1e-5)
@@ -245,7 +263,7 @@ def test_paged_and_stateful_agree_over_600_tokens_of_the_real_model(demo_bundle:
         tokens, logits = paged.greedy(1, text, 600)
         drafted = paged.greedy_with_drafts(2, text, 600, tokens, np.random.default_rng(2))
     assert drafted[0] == tokens
-    assert np.array_equal(drafted[1], logits)
+    assert np.abs(drafted[1] - logits).max() < 1e-4 * np.abs(logits).max()
     del drafted, logits
     with running_chain(bundle, settings("stateful", kv_memory_bytes=64 << 20)) as stateful:
         assert stateful.greedy_with_drafts(1, text, 600, tokens, np.random.default_rng(2))[0] == tokens
