@@ -1,1 +1,1 @@
-"""Complete programs that show PShard at work."""
+"""Programs to read and run: `python -m examples.NAME`."""

@@ -32,7 +32,7 @@ def convert_stage(stage: StageModule, shape: ModelShape) -> ov.Model:
     """Trace a stage into an OpenVINO model whose constants share the stage's memory.
 
     Inputs, in order: `input_ids` or `inputs_embeds`, `attention_mask`, `position_ids`, then past keys and values; outputs: `logits` or
-    `hidden_states`, then the grown keys and values. Friendly names equal tensor names: openvino_genai and the paged-attention
+    `last_hidden_state`, then the grown keys and values. Friendly names equal tensor names: openvino_genai and the paged-attention
     transformation look for either.
     """
     with warnings.catch_warnings(), torch.no_grad():
@@ -71,7 +71,8 @@ def _name_inputs(model: ov.Model, stage: StageModule, shape: ModelShape) -> None
 
 
 def _name_outputs(model: ov.Model, stage: StageModule) -> None:
-    expected = ["logits" if stage.is_last else "hidden_states"]
+    # Not `hidden_states`: a middle stage has that name on its input, and OpenVINO would rename the second one.
+    expected = ["logits" if stage.is_last else "last_hidden_state"]
     for idx in range(stage.span.start, stage.span.end):
         expected += present_names(idx)
     results = model.get_results()

@@ -103,17 +103,33 @@ class FleetMismatchError(FleetError):
 
 
 class WorkerUnreachableError(FleetError, ConnectionError):
-    """A worker did not answer within the time allowed."""
+    """A worker did not answer within the time allowed.
+
+    Attributes:
+        addresses: of the workers concerned, as far as they are known.
+    """
 
     code = "worker-unreachable"
     is_retryable = True
 
+    def __init__(self, message: str, *, addresses: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.addresses = addresses
+
 
 class WorkerLostError(FleetError, ConnectionError):
-    """A worker that was serving a stream died, hung or left."""
+    """A worker that was serving a stream died, hung or left.
+
+    Attributes:
+        addresses: of the workers concerned, as far as they are known.
+    """
 
     code = "worker-lost"
     is_retryable = True
+
+    def __init__(self, message: str, *, addresses: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.addresses = addresses
 
 
 class StateLostError(FleetError):

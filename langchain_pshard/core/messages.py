@@ -323,7 +323,7 @@ class Status(_Message, frozen=True, kw_only=True, tag="status"):
     rss_bytes: int
     num_clients: int
     num_malformed: int
-    """Messages dropped because they could not be decoded."""
+    """Messages dropped because they could not be decoded, or made no sense as a whole."""
     stages: tuple[StageStatus, ...]
 
 

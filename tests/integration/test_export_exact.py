@@ -31,8 +31,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pa
         variant = "-".join(f"{name}" for name in overrides)
         key = f"{architecture}-{weights.value}-{num_stages}-{variant}"
         if key not in made:
-            # Mild weights: at the default range transformers' own float32 is 1e-6 away from its float64.
-            model = build_tiny(architecture, root / f"model-{key}", **{"initializer_range": 0.03, **overrides})
+            # transformers' own float32 is up to 9e-7 of the scale away from its float64 (Gemma 3); milder weights keep both closer.
+            model = build_tiny(architecture, root / f"model-{key}", **{"initializer_range": 0.02, **overrides})
             export_bundle(str(model), root / f"bundle-{key}", num_stages=num_stages, weights=weights)
             made[key] = model, root / f"bundle-{key}"
         return made[key]
@@ -114,7 +114,8 @@ def test_ports_of_first_middle_and_last_stage(exported: Callable[..., tuple[Path
             ("position_ids", "[?,?]", ov.Type.i64),
             ("beam_idx", "[?]", ov.Type.i32),
         ]
-    assert [[port.get_names() for port in model.outputs] for model in models] == [[{"hidden_states"}], [{"hidden_states"}], [{"logits"}]]
+    outputs = [[port.get_names() for port in model.outputs] for model in models]
+    assert outputs == [[{"last_hidden_state"}], [{"last_hidden_state"}], [{"logits"}]]
 
 
 @pytest.mark.parametrize("weights", [WeightMode.FP32, WeightMode.INT4])
@@ -172,9 +173,8 @@ def test_compressed_layers_do_not_depend_on_the_split(
     whole, *splits = (constants(exported(architecture, num_stages=count, weights=weights)[1]) for count in (1, 2, 3))
     assert any(name.startswith("self.layers.3.mlp.down_proj.weight") for name in whole)
     element_type = ov.Type.i4 if weights is WeightMode.INT4 else ov.Type.u8
-    assert sum(kind == element_type for kind, _, _ in whole.values()) == 4 * 7 + (2 if weights is WeightMode.INT8 else 0) - (
-        architecture == "gemma3_text" and weights is WeightMode.INT8  # embedding and head are one tensor
-    )
+    compressed = [name for name, (kind, _, _) in whole.items() if kind == element_type and "zero_point" not in name]
+    assert len(compressed) == 4 * 7 + (0 if weights is WeightMode.INT4 else 2)  # seven products a layer; the embedding and the head
     for split in splits:
         assert whole.items() <= split.items()
 

@@ -1,0 +1,91 @@
+"""Options that a chat model has at construction and every call may change."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.sampling import SamplingParams
+from langchain_pshard.pipeline.generation import GenerationParams
+
+_SEED_BITS = 31
+
+
+class CallOptions(BaseModel):
+    """What shapes the text of one call, and how long it may take."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: int | None = None
+    """Most tokens to generate; None leaves it to the context, up to 1,024."""
+    temperature: float = 0.0
+    """0 always takes the most likely token, so that the same prompt gives the same text."""
+    top_k: int = 0
+    """Draw among the k most likely tokens; 0 is off."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that together reach this probability; 1 is off."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this times the most likely one; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Makes tokens of prompt and answer less likely when above 1."""
+    presence_penalty: float = 0.0
+    """Makes tokens that the answer has used less likely when above 0."""
+    frequency_penalty: float = 0.0
+    """The same, for every time a token was used."""
+    seed: int | None = None
+    """Decides the draws; None takes a new one for each call and reports it in `response_metadata["seed"]`."""
+    stop: list[str] | None = None
+    """Strings that end the text and are not part of it."""
+    timeout: float | None = None
+    """Longest time of a call in seconds; None is no limit."""
+    max_retries: int = Field(default=0, ge=0)
+    """How often a call is tried again after a fault of the fleet that struck before any text was delivered."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _accept_one_stop_string(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    def changed(self, changes: Mapping[str, Any]) -> CallOptions:
+        """These options with those of one call.
+
+        Raises:
+            InvalidOptionError: an unknown name, or a value of the wrong type.
+        """
+        own = {name: getattr(self, name) for name in CallOptions.model_fields}
+        unknown = changes.keys() - own.keys()
+        if unknown:
+            raise InvalidOptionError(
+                f"unknown option {', '.join(map(repr, sorted(unknown)))}; a call takes: {', '.join(CallOptions.model_fields)}"
+            )
+        try:
+            return CallOptions.model_validate(own | dict(changes))
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors())
+            raise InvalidOptionError(wrong) from error
+
+    def generation_params(self, *, template_stop: tuple[str, ...] = ()) -> GenerationParams:
+        """The same for the pipeline; a missing seed is drawn here.
+
+        Raises:
+            InvalidOptionError: a value out of range.
+        """
+        return GenerationParams(
+            max_tokens=self.max_tokens,
+            stop=tuple(dict.fromkeys([*(self.stop or ()), *template_stop])),
+            timeout_s=self.timeout,
+            sampling=SamplingParams(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=secrets.randbits(_SEED_BITS) if self.seed is None else self.seed,
+            ),
+        )

@@ -1,0 +1,382 @@
+"""`ChatPShard`: a chat model whose layers run on several machines.
+
+LangChain's calls come in, pipeline requests go out. Prompts, options, replies and connections have modules of their own; here they meet
+twice, once for threads and once for event loops, and neither half contains more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from contextlib import aclosing, closing, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.exceptions import ContextOverflowError as LangChainContextOverflowError
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import RunnableConfig
+from pydantic import ConfigDict, PrivateAttr, model_validator
+
+from langchain_pshard.call_options import CallOptions
+from langchain_pshard.connection import Connection, FleetSettings, Share
+from langchain_pshard.core.bundle import TOKENIZER_DIR, load_manifest
+from langchain_pshard.core.errors import BundleError, ContextOverflowError, DeadlineError, InvalidOptionError, PShardError
+from langchain_pshard.core.version import software_version
+from langchain_pshard.pipeline.generation import GenerationChunk, GenerationParams
+from langchain_pshard.prompt import Prompter
+from langchain_pshard.reply import PROVIDER, Reply
+from langchain_pshard.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_VERSION = software_version()
+_MAX_BATCH_THREADS = 256
+_LOCAL_ONLY = {"runner": "paged", "numerics": "fast", "kv_memory": None, "threads": None}
+
+
+class PromptTooLongError(ContextOverflowError, LangChainContextOverflowError):
+    """The prompt does not fit the model's context; LangChain's own class for it as well as ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call, ready for the pipeline."""
+
+    connection: Connection
+    prompt: list[int]
+    params: GenerationParams
+    reply: Reply
+    max_retries: int
+
+
+class ChatPShard(CallOptions, BaseChatModel):
+    """A chat model served by a fleet of PShard workers, or by worker processes it starts itself.
+
+    ```python
+    model = ChatPShard(bundle="gemma-bundle")                        # starts one worker a stage on this machine
+    model = ChatPShard(workers=["tcp://10.0.0.5:7000", "tcp://10.0.0.6:7000"])  # workers that run already, in any order
+    model.invoke("Why is the sky blue?")
+    ```
+
+    Nothing is connected or started before the first call. Models with the same fleet settings share one connection, which closes with
+    the last of them: by `close()`, at the end of a `with` block, or when they are garbage. A closed model connects again when used.
+
+    Every field of `CallOptions` can be set here, bound with `bind`, made configurable, or passed to a call; an unknown name is an error.
+
+    Raises (from calls):
+        InvalidOptionError, TemplateError: the call cannot be made like this.
+        PromptTooLongError: also LangChain's `ContextOverflowError`; raised before any work.
+        FleetError: a worker is unreachable, lost, full, too slow, or not of this model; `is_retryable` tells whether to try again.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    bundle: Path | None = None
+    """Folder that `pshard-export` wrote. Either this or `workers`."""
+    workers: list[str] | None = None
+    """Addresses of workers that together hold the stages of one model, in any order. Either this or `bundle`."""
+    model_name: str | None = None
+    """Name in traces and metadata; None takes the model's own."""
+    connect_timeout: float = 30.0
+    """Longest wait for workers to answer, in seconds."""
+    runner: Literal["paged", "stateful"] = "paged"
+    """Engine of local workers."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """Precision of local workers: the device's fast types, or float32 throughout."""
+    kv_memory: str | None = None
+    """Memory of each local worker for the state of running texts, such as "1GiB"; None leaves it to the worker."""
+    threads: int | None = None
+    """Threads of each local worker; None shares the cores among them."""
+    streaming: bool = False
+    """Generate through the streaming path in `invoke` too."""
+
+    _share: Share = PrivateAttr(default_factory=Share)
+
+    @model_validator(mode="after")
+    def _check_and_hold_fleet(self) -> Self:
+        if (self.bundle is None) == (self.workers is None):
+            raise InvalidOptionError("pass either bundle=PATH, to start workers here, or workers=[ADDRESS, ...], to use running ones")
+        if self.workers is not None:
+            if not self.workers:
+                raise InvalidOptionError("workers is empty; pass the address of every stage's worker")
+            changed = [name for name, default in _LOCAL_ONLY.items() if getattr(self, name) != default]
+            if changed:
+                raise InvalidOptionError(
+                    f"{', '.join(changed)} is for workers started with bundle=...; running workers have theirs already"
+                )
+        self.generation_params()
+        self._add_version("langchain-pshard", _VERSION)
+        self._share.hold(self._fleet_settings)
+        return self
+
+    # --- connection ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the fleet; local workers end when no other model uses them. Safe to call twice."""
+        self._share.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __copy__(self) -> Self:
+        copy = super().__copy__()
+        copy._share = Share()
+        return copy
+
+    @property
+    def _fleet_settings(self) -> FleetSettings:
+        return FleetSettings(
+            bundle=None if self.bundle is None else self.bundle.expanduser().absolute(),
+            workers=frozenset(self.workers or ()),
+            connect_timeout_s=self.connect_timeout,
+            runner=self.runner,
+            numerics=self.numerics,
+            kv_memory=self.kv_memory,
+            num_threads=self.threads,
+        )
+
+    def _connect(self) -> Connection:
+        return self._share.open(self._fleet_settings)
+
+    async def _aconnect(self) -> Connection:
+        # Opening blocks for as long as workers take to load, so not on the loop; it is done once, by whoever comes first.
+        connection = self._share.peek()
+        return connection if connection is not None else await asyncio.to_thread(self._connect)
+
+    # --- the four ways to generate --------------------------------------------------------------------------------------
+
+    def _call(self, connection: Connection, messages: list[BaseMessage], stop: list[str] | None, changes: dict[str, Any]) -> _Call:
+        """Everything about a call that is decided before the first token."""
+        options = self._options(stop, changes)
+        prompter = connection.prompter
+        params = options.generation_params(template_stop=prompter.stop)
+        return _Call(
+            connection=connection,
+            prompt=prompter.encode(messages),
+            params=params,
+            reply=Reply(
+                model_name=self.model_name or connection.client.manifest.model_name,
+                sampling=params.sampling,
+                strips_start=prompter.is_default,
+            ),
+            max_retries=options.max_retries,
+        )
+
+    def _options(self, stop: list[str] | None, changes: dict[str, Any]) -> CallOptions:
+        own = {name: value for name, value in changes.items() if name != "stream"}  # LangChain's, and read by it before
+        return self.changed(own if stop is None else own | {"stop": stop})
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002  # LangChain's signature
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(self._connect(), messages, stop, kwargs)
+        return call.reply.result(_pieces(call))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002  # LangChain's signature
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(await self._aconnect(), messages, stop, kwargs)
+        return call.reply.result([piece async for piece in _apieces(call)])
+
+    def _stream(
+        self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
+    ) -> Iterator[ChatGenerationChunk]:
+        call = self._call(self._connect(), messages, stop, kwargs)
+        with closing(_pieces(call)) as pieces:
+            for piece in pieces:
+                if chunk := call.reply.chunk(piece):
+                    if run_manager:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        call = self._call(await self._aconnect(), messages, stop, kwargs)
+        async with aclosing(_apieces(call)) as pieces:
+            async for piece in pieces:
+                if chunk := call.reply.chunk(piece):
+                    if run_manager:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    # --- batches --------------------------------------------------------------------------------------------------------
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """As LangChain's, but all at once unless `max_concurrency` says otherwise: the fleet serves them in shared steps."""
+        return super().batch(inputs, _all_at_once(config, len(inputs)), return_exceptions=return_exceptions, **kwargs)
+
+    def batch_as_completed(  # type: ignore[override]  # one signature for the two overloads
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, AIMessage | Exception]]:
+        """See `batch`."""
+        spread = _all_at_once(config, len(inputs))
+        yield from super().batch_as_completed(inputs, spread, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload]
+
+    # --- what LangChain wants to know ---------------------------------------------------------------------------------------
+
+    @property
+    def _llm_type(self) -> str:
+        return "pshard-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        fleet = {"bundle": str(self.bundle)} if self.bundle is not None else {"workers": sorted(self.workers or ())}
+        options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in ("timeout", "max_retries")}
+        return {
+            "model_name": self.model_name,
+            "fingerprint": self._fingerprint(),
+            **fleet,
+            "runner": self.runner,
+            "numerics": self.numerics,
+            **options,
+        }
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        """Key of the cache. Running workers must be asked which model they serve, lest another one's answers be taken for theirs."""
+        if self._fingerprint() is None:
+            if _is_on_event_loop():
+                return f"not connected yet: {uuid4()}"  # asking would block the loop: this one call is not cached
+            self._connect()
+        return super()._get_llm_string(stop=stop, **kwargs)
+
+    def _fingerprint(self) -> str | None:
+        """What tells models apart: the bundle's fingerprint, or None as long as running workers were not asked."""
+        if connection := self._share.peek():
+            return str(connection.client.manifest.fingerprint)
+        settings = self._fleet_settings
+        if settings.bundle is not None:
+            with suppress(BundleError):  # this may be for a trace only; the call itself will say what is wrong
+                return str(load_manifest(settings.bundle).fingerprint)
+        return None
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        if "ls_model_name" not in params:
+            connection = self._share.peek()
+            own_name = PROVIDER if self.bundle is None else self.bundle.name
+            params["ls_model_name"] = connection.client.manifest.model_name if connection else own_name
+        return params
+
+    # --- counting tokens ----------------------------------------------------------------------------------------------------
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of `text` by the model's own tokenizer, without what the model wants around a prompt. A bundle's is read from its folder;
+        running workers send theirs."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self._tokenizer().encode(text, add_special_tokens=False)
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Length of the prompt that these messages make, in tokens.
+
+        Raises:
+            NotImplementedError: tools were passed; this model takes none yet.
+        """
+        if tools:
+            raise NotImplementedError("ChatPShard takes no tools yet")
+        return len(Prompter(self._tokenizer()).encode(messages))
+
+    def _tokenizer(self) -> Tokenizer:
+        settings = self._fleet_settings
+        if (connection := self._share.peek()) is None and settings.bundle is not None:
+            return _read_tokenizer(settings.bundle)
+        return (connection or self._connect()).client.tokenizer
+
+
+# --- the two loops over pipeline pieces ---------------------------------------------------------------------------------------
+
+
+def _pieces(call: _Call) -> Generator[GenerationChunk, None, None]:
+    num_left = call.max_retries
+    while True:
+        has_begun = False
+        try:
+            with closing(call.connection.client.generate(call.prompt, call.params)) as pieces:
+                for piece in pieces:
+                    has_begun = True
+                    yield piece
+            return
+        except PShardError as error:
+            num_left = _retries_left(error, num_left, has_begun=has_begun)
+
+
+async def _apieces(call: _Call) -> AsyncGenerator[GenerationChunk, None]:
+    num_left = call.max_retries
+    while True:
+        has_begun = False
+        try:
+            async with aclosing(call.connection.client.agenerate(call.prompt, call.params)) as pieces:
+                async for piece in pieces:
+                    has_begun = True
+                    yield piece
+            return
+        except PShardError as error:
+            num_left = _retries_left(error, num_left, has_begun=has_begun)
+
+
+def _retries_left(error: PShardError, num_left: int, *, has_begun: bool) -> int:
+    """How many retries remain after this one; raises the error when there is to be none."""
+    if isinstance(error, ContextOverflowError):
+        raise PromptTooLongError(str(error)) from error
+    # Delivered text cannot be taken back, and a deadline is for the call as a whole.
+    if num_left == 0 or has_begun or not error.is_retryable or isinstance(error, DeadlineError):
+        raise error
+    _log.warning("trying again after a fault of the fleet: %s", error)
+    return num_left - 1
+
+
+def _all_at_once(config: Any, num_inputs: int) -> Any:
+    """`config` with room for every input at once, where it sets no bound: LangChain's own default is the number of cores plus four."""
+    bound = {"max_concurrency": min(max(num_inputs, 1), _MAX_BATCH_THREADS)}
+    if config is None or isinstance(config, dict):
+        return bound | {name: value for name, value in (config or {}).items() if value is not None}
+    return [_all_at_once(one, num_inputs) for one in config]
+
+
+def _is_on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4)
+def _read_tokenizer(bundle: Path) -> Tokenizer:
+    return Tokenizer.from_folder(bundle / TOKENIZER_DIR)

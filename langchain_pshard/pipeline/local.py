@@ -1,0 +1,200 @@
+"""A fleet on this machine: one worker process a stage, started and owned by this process.
+
+The workers end however this process ends: by `close`, at interpreter exit, and, when it is killed outright, because their standard input
+is a pipe of ours that ends with us. They are in a process group of their own, so that Ctrl-C in the user's terminal interrupts the chat
+and not the workers under it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+from langchain_pshard.core.bundle import load_manifest
+from langchain_pshard.core.errors import FleetError, InvalidOptionError, PShardError, WorkerUnreachableError, error_from_code
+
+CLOSE_TIMEOUT_S = 5.0
+_TAIL_LINES = 20
+
+
+class LocalFleet:
+    """Worker processes for all stages of a bundle, ready when constructed. A context manager.
+
+    Attributes:
+        addresses: of the workers, by stage.
+    """
+
+    def __init__(
+        self,
+        bundle: Path,
+        *,
+        num_threads: int | None = None,
+        runner: str | None = None,
+        numerics: str | None = None,
+        kv_memory: str | None = None,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        """Start the workers and wait until every stage is warm.
+
+        Args:
+            bundle: folder of the bundle.
+            num_threads: inference threads of each worker; None shares the cores among the stages.
+            runner: `paged` or `stateful`; None is the worker's default, as for the next two.
+            numerics: `fast` or `exact`.
+            kv_memory: KV memory of each stage, with a unit: `1GiB`.
+            start_timeout_s: longest wait for all workers together.
+
+        Raises:
+            BundleError: no usable bundle, or one of its files is damaged.
+            InvalidOptionError: an option the workers do not know.
+            WorkerUnreachableError: a worker was not ready in time.
+            FleetError: a worker ended before it was ready; a class of its own when the worker said why.
+        """
+        num_stages = load_manifest(bundle).num_stages
+        if num_threads is not None and num_threads < 1:
+            raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
+        options = _options(num_threads or max(1, _num_cores() // num_stages), runner, numerics, kv_memory)
+        self._processes: list[_WorkerProcess] = []
+        self._close = weakref.finalize(self, _stop_all, self._processes)
+        deadline = time.monotonic() + start_timeout_s
+        try:
+            for stage_idx in range(num_stages):  # all at once: they load in parallel
+                self._processes.append(_WorkerProcess(bundle, stage_idx, options))
+            self.addresses = tuple(process.wait_ready(deadline, start_timeout_s) for process in self._processes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers, by stage."""
+        return tuple(process.pid for process in self._processes)
+
+    def close(self) -> None:
+        """Stop the workers and wait for them. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _WorkerProcess:
+    """One worker, its pipes, and the threads that keep them from filling up."""
+
+    def __init__(self, bundle: Path, stage_idx: int, options: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "workers", str(bundle), "--stage", str(stage_idx), "--listen", "tcp://127.0.0.1:0"]
+        self._stage_idx = stage_idx
+        self._process = subprocess.Popen(  # noqa: S603 - our own program; the options are its own, never through a shell
+            [*command, "--log-format", "json", "--exit-with-parent", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **_own_group(),
+        )
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read_events, args=(self._process.stdout,), name=f"pshard-worker-{stage_idx}-out", daemon=True),
+            threading.Thread(target=self._read_tail, args=(self._process.stderr,), name=f"pshard-worker-{stage_idx}-err", daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, deadline: float, timeout_s: float) -> str:
+        """The worker's address, once it is warm."""
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                text = f"the worker of stage {self._stage_idx} was not ready within {timeout_s:g} s{self._said()}"
+                raise WorkerUnreachableError(text) from None
+            if event is None:
+                raise self._early_end()
+            if event.get("event") == "ready":
+                return str(event["address"])
+            if event.get("event") == "error":
+                raise error_from_code(str(event["code"]), f"the worker of stage {self._stage_idx} cannot start: {event['message']}")
+
+    def ask_to_stop(self) -> None:
+        """The end of its input is the first request, a signal the second."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.terminate()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait, then kill; afterwards no process, pipe or thread is left."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for reader in self._readers:
+            reader.join()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def _early_end(self) -> PShardError:
+        exit_code = self._process.wait()
+        self._readers[1].join()
+        return FleetError(f"the worker of stage {self._stage_idx} ended with exit code {exit_code} before it was ready{self._said()}")
+
+    def _said(self) -> str:
+        return "; its last words:\n" + "\n".join(self._tail) if self._tail else " and said nothing"
+
+    def _read_events(self, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # a library that prints is no event
+            if isinstance(event, dict):
+                self._events.put(event)
+        self._events.put(None)
+
+    def _read_tail(self, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            self._tail.append(line.decode("utf-8", "replace").rstrip())
+
+
+def _options(num_threads: int, runner: str | None, numerics: str | None, kv_memory: str | None) -> list[str]:
+    values = {"--threads": str(num_threads), "--runner": runner, "--numerics": numerics, "--kv-memory": kv_memory}
+    return [part for name, value in values.items() if value is not None for part in (name, value)]
+
+
+def _num_cores() -> int:
+    # What this process may use, which a container or taskset may limit; not every system can tell.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _own_group() -> dict[str, Any]:
+    if sys.platform == "win32":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    return {"start_new_session": True}
+
+
+def _stop_all(processes: Sequence[_WorkerProcess]) -> None:
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    for process in processes:
+        process.ask_to_stop()
+    for process in processes:
+        process.finish(max(0.0, deadline - time.monotonic()))

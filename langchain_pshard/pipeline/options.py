@@ -1,0 +1,37 @@
+"""Settings of a client: every wait and queue it has, with its bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from langchain_pshard.core.errors import InvalidOptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """Bounds of a `PipelineClient`; the defaults suit a local network.
+
+    Raises:
+        InvalidOptionError: a value that is not above 0.
+    """
+
+    liveness_timeout_s: float = 8.0
+    """A worker not heard of for so long is lost. Longer than the longest single inference of a stage."""
+    ping_interval_s: float = 2.0
+    queue_timeout_s: float = 60.0
+    """Longest wait of a stream for KV room."""
+    step_timeout_s: float = 60.0
+    """Longest time a stream's step may take while all workers answer pings."""
+    max_waiting: int = 1024
+    """Streams that may wait for KV room; one more is refused at once."""
+    max_draft_tokens: int = 8
+    """Most tokens a drafter may add to one step of one stream."""
+    cache_dir: Path | None = None
+    """Where manifests and tokenizers are kept; None is the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "cache_dir" and not value > 0:
+                raise InvalidOptionError(f"{field.name}={value} is out of range; valid: above 0")

@@ -1,0 +1,390 @@
+"""Everything a client believes about its fleet and its streams, and what follows from each event. Pure: commands, messages and time in,
+instructions out; no sockets, clocks or threads. `reactor` is the thin loop around it.
+
+Life of a stream: waiting -> opening (admission) -> running -> ended, by its last token, an error, or because its caller left.
+
+Invariants:
+- every submitted stream gets exactly one end (a finish reason or an error), unless its caller cancelled it;
+- a flight ends when each of its slices was answered, failed, or belongs to a stream that ended: nothing leaks in-flight turns;
+- results of older epochs change nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from langchain_pshard.core.errors import CapacityError, ClosedError, DeadlineError, PShardError, StateLostError, error_from_code
+from langchain_pshard.core.messages import (
+    ClientId,
+    Close,
+    Fetched,
+    Message,
+    MicroBatch,
+    Open,
+    Opened,
+    Refused,
+    RequestId,
+    Slice,
+    SliceResult,
+    Status,
+    Step,
+    StepFailed,
+    StepId,
+    StepResult,
+    StreamId,
+)
+from langchain_pshard.pipeline import scheduler
+from langchain_pshard.pipeline.admission import Admission
+from langchain_pshard.pipeline.chain import Chain
+from langchain_pshard.pipeline.instructions import Deliver, Instruction, Send
+from langchain_pshard.pipeline.membership import Membership, Phase
+from langchain_pshard.pipeline.options import ClientOptions
+from langchain_pshard.pipeline.requests import ReplySink, Requests
+from langchain_pshard.pipeline.stream import Stream, StreamRequest
+
+MAX_REJOINS = 2
+"""How often a waiting stream survives that a worker has forgotten this client, before it ends with the error."""
+ACTIVE_TICK_S = 0.05
+IDLE_TICK_S = 0.5
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A micro-batch on its way: the slices that have not been answered."""
+
+    awaited: set[StreamId] = field(default_factory=set)
+    rows: set[StreamId] = field(default_factory=set)
+
+
+class Session:
+    """One client's whole state. Each method returns what is to be done now, in order."""
+
+    def __init__(
+        self,
+        client: ClientId,
+        addresses: Sequence[str],
+        *,
+        software: str,
+        connect_timeout_s: float,
+        options: ClientOptions,
+        now: float,
+    ) -> None:
+        self._client = client
+        self._addresses = tuple(addresses)
+        self._options = options
+        self._request_ids = itertools.count(1)
+        self._step_ids = itertools.count(1)
+        self._membership = Membership(
+            client,
+            addresses,
+            software=software,
+            connect_timeout_s=connect_timeout_s,
+            options=options,
+            new_request=self._new_request,
+            now=now,
+        )
+        self._admission = Admission()
+        self._streams: dict[StreamId, Stream] = {}
+        self._flights: dict[StepId, _Flight] = {}
+        self._opens: dict[RequestId, StreamId] = {}
+        self._requests = Requests()
+        self._connecting: list[Callable[[Chain | PShardError], bool]] = []
+        self._num_rejoins = 0
+
+    @property
+    def chain(self) -> Chain | None:
+        """The chain joined last."""
+        return self._membership.chain
+
+    @property
+    def tick_interval_s(self) -> float:
+        """How soon `tick` wants to be called again."""
+        is_idle = self._membership.is_steady and not (self._streams or self._admission.num_waiting or self._requests)
+        return IDLE_TICK_S if is_idle else ACTIVE_TICK_S
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def connect(self, sink: Callable[[Chain | PShardError], bool], now: float) -> list[Instruction]:
+        """Tell `sink` the chain once it is joined, or why it cannot be."""
+        self._connecting.append(sink)
+        return self._settle(now)
+
+    def submit(self, stream_id: StreamId, request: StreamRequest, now: float) -> list[Instruction]:
+        """Begin a generation; ids count up in the order of the calls."""
+        if self._admission.num_waiting >= self._options.max_waiting:
+            error = CapacityError(
+                f"{self._admission.num_waiting} generations already wait for KV room, the most this client allows: try again later"
+                " or raise ClientOptions.max_waiting"
+            )
+            return [Deliver(request.sink, error)]
+        self._admission.add(Stream(stream_id, request, now))
+        return self._settle(now)
+
+    def cancel(self, stream_id: StreamId, now: float) -> list[Instruction]:
+        """Nobody waits for this stream any more: free what it holds everywhere. Unknown ones are ignored."""
+        if self._streams.pop(stream_id, None) is None and self._admission.remove(stream_id) is None:
+            return []
+        self._admission.retry_now()
+        return [*self._close([stream_id]), *self._settle(now)]
+
+    def ask(
+        self,
+        address: str,
+        build: Callable[[RequestId], Message],
+        sink: ReplySink,
+        timeout_s: float,
+        now: float,
+    ) -> list[Instruction]:
+        """Send a control request and hand its reply, or the error, to `sink`."""
+        request = self._new_request()
+        self._requests.asked(request, address, sink, timeout_s, now)
+        return [Send(address, build(request))]
+
+    def close(self, error: PShardError | None = None) -> list[Instruction]:
+        """End everything and say goodbye."""
+        reason = ClosedError("the client was closed") if error is None else error
+        return [*self._end_all(reason, with_waiting=True), *self._membership.leave()]
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def on_message(self, address: str, message: Message, now: float) -> list[Instruction]:
+        """A worker said something."""
+        out = self._membership.on_message(address, message, now)
+        delivers: list[Instruction] = []
+        match message:
+            case StepResult(epoch=epoch) if epoch == self._membership.epoch:
+                ended, delivers = self._on_result(message, now)
+                out += ended
+            case StepFailed(epoch=epoch) if epoch == self._membership.epoch:
+                ended, delivers = self._on_failed(address, message)
+                out += ended
+            case Opened(request=request):
+                self._on_opened(request)
+            case Refused(request=request):
+                delivers = self._requests.answered(message, now)
+                out += self._on_refused(address, request, message, now)
+            case Fetched() | Status():
+                delivers = self._requests.answered(message, now)
+            case _:
+                pass  # what only workers get, and what membership took
+        # The next step goes out before callers hear of the last one: their work overlaps with the fleet's.
+        return [*out, *self._settle(now), *delivers]
+
+    def on_lost(self, address: str, now: float) -> list[Instruction]:
+        """The connection to a worker broke."""
+        return [*self._membership.on_lost(address, now), *self._settle(now)]
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Time has passed."""
+        out = self._membership.tick(now)
+        out += self._requests.expired(now)
+        out += self._expire_streams(now)
+        for opening in self._admission.repeats(now):
+            out += [Send(address, self._open(opening.stream, request)) for request, address in opening.unanswered.items()]
+        return [*out, *self._settle(now)]
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> list[Instruction]:
+        """Do whatever the present state allows: report, connect, admit, send steps."""
+        out: list[Instruction] = []
+        if (failure := self._membership.failure) is not None:
+            self._membership.failure = None
+            out += self._end_all(failure, with_waiting=not self._can_rejoin(failure))
+        if self._membership.phase is Phase.OFFLINE and (self._admission.num_waiting or self._connecting):
+            out += self._membership.connect(now)
+        if self._membership.phase is Phase.READY:
+            out += [Deliver(sink, self._membership.chain) for sink in self._connecting]
+            self._connecting = []
+        if self._membership.is_steady:
+            out += self._admit(now)
+            out += self._send_steps(now)
+        return out
+
+    def _can_rejoin(self, failure: PShardError) -> bool:
+        """Whether waiting streams may simply go on waiting: a worker that has forgotten us knows us again after a join."""
+        if not isinstance(failure, StateLostError):
+            return False
+        self._num_rejoins += 1
+        return self._num_rejoins <= MAX_REJOINS
+
+    def _admit(self, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        while (stream := self._admission.next_to_open(now)) is not None:
+            requests = {self._new_request(): address for address in self._addresses}
+            self._opens |= dict.fromkeys(requests, stream.id)
+            self._admission.started(stream, requests, now)
+            out += [Send(address, self._open(stream, request)) for request, address in requests.items()]
+        return out
+
+    def _send_steps(self, now: float) -> list[Instruction]:
+        assert self.chain is not None
+        out: list[Instruction] = []
+        while self._streams and (plan := scheduler.plan(self._situation(self.chain.num_stages))) is not None:
+            step_id = StepId(next(self._step_ids))
+            slices, failed = self._slices(plan, step_id, now)
+            out += failed
+            if slices:
+                self._flights[step_id] = _Flight({part.stream for part in slices}, set(plan.rows) & self._streams.keys())
+                step = Step(client=self._client, epoch=self._membership.epoch, step_id=step_id, slices=tuple(slices))
+                out.append(Send(self.chain.first.address, MicroBatch(stage_idx=0, steps=(step,))))
+        return out
+
+    def _situation(self, num_stages: int) -> scheduler.Situation:
+        streams = self._streams.values()
+        return scheduler.Situation(
+            num_stages=num_stages,
+            num_in_flight=len(self._flights),
+            num_decode_in_flight=sum(1 for flight in self._flights.values() if flight.rows),
+            num_decoding=sum(1 for stream in streams if stream.is_decoding),
+            ready=[stream.id for stream in sorted((s for s in streams if s.is_ready), key=lambda stream: stream.last_step)],
+            prefilling=[scheduler.Prefilling(stream=s.id, num_left=s.num_prompt_left) for s in streams if s.num_prompt_left],
+        )
+
+    def _slices(self, plan: scheduler.Plan, step_id: StepId, now: float) -> tuple[list[Slice], list[Instruction]]:
+        """The plan's slices, and the ends of streams whose drafter failed."""
+        slices: list[Slice] = []
+        failed: list[Instruction] = []
+        for stream_id in plan.rows:
+            stream = self._streams[stream_id]
+            try:
+                slices.append(stream.next_rows(min(plan.max_drafts, self._options.max_draft_tokens), step_id, now))
+            except PShardError as error:
+                failed += self._end([(stream, error)])
+        slices += [self._streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
+        return slices, failed
+
+    def _on_result(self, message: StepResult, now: float) -> tuple[list[Instruction], list[Instruction]]:
+        flight = self._flights.pop(message.step_id, None)
+        if flight is None:
+            return [], []  # a repeated answer
+        results: dict[StreamId, SliceResult] = {result.stream: result for result in message.results}
+        delivers: list[Instruction] = []
+        ended: list[tuple[Stream, PShardError | None]] = []
+        for stream in [self._streams[stream_id] for stream_id in flight.awaited]:
+            result = results.get(stream.id)
+            if result is None and stream.num_awaited:
+                continue  # it failed on the way: its StepFailed comes over another link, or its step times out
+            try:
+                delivery = stream.apply(result, message.timings, now)
+            except PShardError as error:
+                ended.append((stream, error))
+                continue
+            if delivery is not None:
+                delivers.append(Deliver(stream.request.sink, delivery, stream.id))
+                if delivery.finish_reason is not None:
+                    ended.append((stream, None))
+        return self._end(ended), delivers
+
+    def _on_failed(self, address: str, message: StepFailed) -> tuple[list[Instruction], list[Instruction]]:
+        """Streams named in it end, unless they have already."""
+        ended: list[tuple[Stream, PShardError | None]] = []
+        for failure in message.failures:
+            stream = self._streams.get(failure.stream)
+            if stream is not None:
+                text = f"stage {message.stage_idx} at {address} failed a step: {failure.message}"
+                ended.append((stream, error_from_code(failure.code, text)))
+        return [], self._end(ended)
+
+    def _on_opened(self, request: RequestId) -> None:
+        stream_id = self._opens.pop(request, None)
+        if stream_id is None:
+            return
+        stream = self._admission.opened(stream_id, request)
+        if stream is not None:
+            self._num_rejoins = 0
+            self._streams[stream.id] = stream
+
+    def _on_refused(self, address: str, request: RequestId, message: Refused, now: float) -> list[Instruction]:
+        stream_id = self._opens.pop(request, None)
+        if stream_id is None or stream_id not in self._admission.opening:
+            return []
+        error = error_from_code(message.code, f"the worker at {address} refused: {message.message}")
+        if isinstance(error, CapacityError):
+            self._admission.refused(stream_id, str(error), now)
+            return self._close([stream_id])
+        if isinstance(error, StateLostError):
+            self._membership.drop(error)
+            return []
+        stream = self._admission.remove(stream_id)
+        assert stream is not None
+        return self._end([(stream, error)])
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _expire_streams(self, now: float) -> list[Instruction]:
+        ended: list[tuple[Stream, PShardError | None]] = []
+        for stream in [*self._streams.values(), *self._admission.waiting.values(), *(o.stream for o in self._admission.opening.values())]:
+            if stream.deadline is not None and now >= stream.deadline:
+                text = (
+                    f"the generation took longer than timeout_s={stream.request.timeout_s:g} ({len(stream.tokens)} tokens were generated)"
+                )
+                ended.append((stream, DeadlineError(text)))
+            elif stream.num_in_flight and now - stream.waiting_since >= self._options.step_timeout_s:
+                text = f"a step brought no answer for {self._options.step_timeout_s:g} s, though all workers answer pings"
+                ended.append((stream, DeadlineError(text)))
+        if self._membership.phase is Phase.READY:
+            done = {stream.id for stream, _ in ended}
+            for stream in self._admission.overdue(now, self._options.queue_timeout_s):
+                if stream.id not in done:
+                    text = f"no KV room came free within {self._options.queue_timeout_s:g} s: {self._admission.refusal or 'no answer'}"
+                    ended.append((stream, CapacityError(text)))
+        for stream, _ in ended:
+            self._admission.remove(stream.id)
+        return self._end(ended)
+
+    def _end(self, ended: Iterable[tuple[Stream, PShardError | None]]) -> list[Instruction]:
+        """Free streams that are over; those with an error are told."""
+        pairs = list(ended)
+        for stream, _ in pairs:
+            self._streams.pop(stream.id, None)
+            self._admission.retry_now()
+        told: list[Instruction] = [Deliver(stream.request.sink, error) for stream, error in pairs if error is not None]
+        return [*self._close([stream.id for stream, _ in pairs]), *told]
+
+    def _close(self, stream_ids: Sequence[StreamId]) -> list[Instruction]:
+        """Tell the fleet, and take the streams out of every flight."""
+        if not stream_ids:
+            return []
+        for step_id, flight in list(self._flights.items()):
+            flight.awaited.difference_update(stream_ids)
+            flight.rows.difference_update(stream_ids)
+            if not flight.awaited:
+                del self._flights[step_id]
+        self._opens = {request: stream for request, stream in self._opens.items() if stream not in stream_ids}
+        message = Close(client=self._client, epoch=self._membership.epoch, streams=tuple(stream_ids))
+        return [Send(address, message) for address in self._addresses]
+
+    def _end_all(self, error: PShardError, *, with_waiting: bool) -> list[Instruction]:
+        """The chain is gone: running streams end; waiting ones too, or go on waiting."""
+        running = list(self._streams.values())
+        if with_waiting:
+            running += self._admission.clear()
+        else:
+            for stream_id in list(self._admission.opening):
+                self._admission.put_back(stream_id)
+        out = self._end((stream, copy.copy(error)) for stream in running)
+        self._flights.clear()
+        self._opens.clear()
+        out += [Deliver(sink, copy.copy(error)) for sink in self._connecting if with_waiting]
+        if with_waiting:
+            self._connecting = []
+        if isinstance(error, ClosedError):
+            out += self._requests.end_all(error)
+        return out
+
+    def _open(self, stream: Stream, request: RequestId) -> Open:
+        return Open(
+            request=request,
+            client=self._client,
+            epoch=self._membership.epoch,
+            stream=stream.id,
+            num_tokens=stream.request.num_positions,
+            sampling=stream.request.sampling,
+        )
+
+    def _new_request(self) -> RequestId:
+        return RequestId(next(self._request_ids))

@@ -1,0 +1,100 @@
+"""The chat model on real workers it starts itself, and on running ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from langchain_core.messages import HumanMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+
+from langchain_pshard import ChatPShard
+from langchain_pshard.core.errors import BundleError, WorkerUnreachableError
+from tests.support.bundles import TinyBundle
+
+PROMPTS = [f"Tell me about {topic}." for topic in ("ships", "snow", "日本", "👩‍👩‍👧", "tea", "<|im_end|>", "chess", "rain")]
+
+
+def worker_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if "workers" in child.cmdline()]
+
+
+@pytest.fixture
+def model(tiny_fleet: list[str]) -> Iterator[ChatPShard]:
+    with ChatPShard(workers=tiny_fleet, max_tokens=24) as model:
+        yield model
+
+
+def test_bundle_starts_workers_at_the_first_call_and_ends_them(tiny_bundle: TinyBundle) -> None:
+    bundle = tiny_bundle("llama", num_stages=2)
+    before = len(worker_processes())
+    with ChatPShard(bundle=bundle, max_tokens=8, threads=1) as model:
+        num_tokens = model.get_num_tokens("hello")
+        assert num_tokens > 0
+        assert len(worker_processes()) == before
+        chain = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{text}")]) | model | StrOutputParser()
+        text = chain.invoke({"text": "hello"})
+        assert len(worker_processes()) == before + 2
+        assert "".join(chain.stream({"text": "hello"})) == text
+        assert asyncio.run(chain.ainvoke({"text": "hello"})) == text
+        assert model.get_num_tokens("hello") == num_tokens
+    assert len(worker_processes()) == before
+
+
+def test_stop_is_the_same_in_every_way_of_calling(model: ChatPShard) -> None:
+    whole = model.invoke("Hi").text
+    stop = [whole[5:8]]
+    expected = whole[: whole.index(stop[0])]
+
+    async def streamed() -> str:
+        return "".join([chunk.text async for chunk in model.astream("Hi", stop=stop)])
+
+    stopped = model.invoke("Hi", stop=stop)
+    assert (stopped.text, stopped.response_metadata["finish_reason"]) == (expected, "stop")
+    assert "".join(chunk.text for chunk in model.stream("Hi", stop=stop)) == expected
+    assert "".join(chunk.text for chunk in model.bind(stop=stop).stream("Hi")) == expected
+    assert asyncio.run(streamed()) == expected
+    assert asyncio.run(model.ainvoke("Hi", stop=stop)).text == expected
+
+
+def test_batches_say_what_single_calls_say(model: ChatPShard) -> None:
+    alone = [model.invoke(prompt).text for prompt in PROMPTS]
+    assert [message.text for message in model.batch(PROMPTS)] == alone
+    assert [message.text for message in asyncio.run(model.abatch(PROMPTS))] == alone
+    assert len(set(alone)) > 1
+
+
+def test_seed_decides_the_text(model: ChatPShard) -> None:
+    first = model.invoke("Hi", temperature=1.0)
+    again = model.invoke("Hi", temperature=1.0, seed=first.response_metadata["seed"])
+    assert again.text == first.text
+    assert model.invoke("Hi", temperature=1.0).text != first.text
+
+
+def test_usage_counts_the_prompt_that_was_sent(model: ChatPShard) -> None:
+    message = model.invoke("Hi <|im_end|>", max_tokens=5)
+    assert message.usage_metadata is not None
+    assert message.usage_metadata["input_tokens"] == model.get_num_tokens_from_messages([HumanMessage("Hi <|im_end|>")])
+    assert message.usage_metadata["output_tokens"] == 5
+    assert message.response_metadata["finish_reason"] == "length"
+
+
+def test_abandoned_streams_leave_the_fleet_usable(model: ChatPShard) -> None:
+    expected = model.invoke("Hi").text
+    for _ in range(50):
+        next(model.stream("Hi", max_tokens=1000))
+    assert model.invoke("Hi").text == expected
+
+
+def test_what_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="nowhere"):
+        ChatPShard(bundle=tmp_path / "nowhere").invoke("Hi")
+    begin = time.monotonic()
+    with pytest.raises(WorkerUnreachableError, match=r"127\.0\.0\.1:9"):
+        ChatPShard(workers=["tcp://127.0.0.1:9"], connect_timeout=0.5).invoke("Hi")
+    assert time.monotonic() - begin < 5

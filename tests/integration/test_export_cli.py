@@ -1,0 +1,182 @@
+"""pshard-export as a user meets it: what it prints, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import export_tools.export
+from export_tools.cli import main
+from langchain_pshard.core.bundle import MODEL_BIN, load_manifest, stage_dir
+from tests.support.models import build_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="pshard-export")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 1
+    last_line = result.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("error: ")
+    assert all(word in last_line for word in words), last_line
+    assert "Traceback" not in result.stderr
+
+
+def test_export_names_the_workers_to_start(model: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "my bundle"
+    result = run(model, "-o", bundle, "--stages", "2")
+    assert result.exit_code == 0
+    manifest = load_manifest(bundle)
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"tiny-llama (llama, int4, group 128) in 2 stages, fingerprint {manifest.fingerprint[:12]}"
+    assert lines[-2:] == [f'  pshard-worker "{bundle}" --stage {idx}' for idx in (0, 1)]
+    assert [path.name for path in tmp_path.iterdir()] == ["my bundle"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "3,2"], ["3,2", "adds up to 5", "4 layers"]),
+        (["--layers", "4,0"], ["4,0", "without layers"]),
+        (["--layers", "2,2", "--stages", "3"], ["2 stages", "3 were asked"]),
+        (["--stages", "5"], ["5 stages", "4 layers"]),
+        (["--group-size", "100"], ["group size 100", "power of two"]),
+    ],
+)
+def test_options_that_contradict_the_model(model: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+    assert_refused(run(model, "-o", tmp_path / "bundle", *options), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [["--weights", "int5"], ["--layers", "two,2"], ["--stages", "0"], ["--colour"]])
+def test_options_that_mean_nothing_exit_with_2(model: Path, tmp_path: Path, options: list[str]) -> None:
+    result = run(model, "-o", tmp_path / "bundle", *options)
+    assert result.exit_code == 2
+    assert options[-1] in result.stderr
+
+
+def test_help_names_every_option() -> None:
+    text = run("--help").stdout
+    assert all(
+        option in text for option in ("--output", "--stages", "--layers", "--weights", "--group-size", "--overwrite", "demo", ".gguf")
+    )
+
+
+def test_an_existing_bundle_is_replaced_only_on_request(model: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    assert run(model, "-o", bundle).exit_code == 0
+    before = contents(bundle)
+    assert_refused(run(model, "-o", bundle, "--weights", "fp32"), "already holds a bundle", "--overwrite")
+    assert contents(bundle) == before
+    assert run(model, "-o", bundle, "--weights", "fp32", "--overwrite").exit_code == 0
+    assert load_manifest(bundle).weight_mode.value == "fp32"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("converter defect")])
+def test_a_failure_in_the_second_stage_leaves_the_target_as_it_was(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bundle = tmp_path / "bundle"
+    assert run(model, "-o", bundle).exit_code == 0
+    before = contents(tmp_path)
+    save = export_tools.export.save_stage
+
+    def failing_save(stage: object, xml: Path, mode: object) -> None:
+        if xml.parent.name == stage_dir(1):
+            raise error
+        save(stage, xml, mode)
+
+    monkeypatch.setattr(export_tools.export, "save_stage", failing_save)
+    result = run(model, "-o", bundle, "--stages", "2", "--overwrite")
+    if isinstance(error, OSError):
+        assert_refused(result, "No space left on device", str(bundle))
+    else:
+        assert result.exception is error  # a defect of ours is not dressed up as a user's error
+    assert contents(tmp_path) == before
+
+
+def damaged_copy(model: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    assert_refused(run(tmp_path / "nowhere", "-o", tmp_path / "bundle"), "nowhere", "does not exist", "'demo'")
+    (tmp_path / "empty").mkdir()
+    assert_refused(run(tmp_path / "empty", "-o", tmp_path / "bundle"), "config.json")
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    assert_refused(run(tmp_path / "notes.txt", "-o", tmp_path / "bundle"), "notes.txt", ".gguf")
+
+
+def test_a_gguf_that_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(20))
+    assert_refused(run(tmp_path / "broken.gguf", "-o", tmp_path / "bundle"), "broken.gguf", "download it again")
+    gc.collect()  # the reader maps the file and lives on in the cycle of its own error
+
+
+def test_damaged_weights(model: Path, tmp_path: Path) -> None:
+    folder = damaged_copy(model, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), "cut off", "download it again")
+    weights.unlink()
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), "model.safetensors")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_checkpoint_that_lacks_a_tensor(model: Path, tmp_path: Path) -> None:
+    folder = damaged_copy(model, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"model.layers.2.mlp.down_proj.weight", b"model.layers.2.mlp.upxx_proj.weight"))
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), "model.layers.2.mlp.down_proj.weight", "incomplete")
+
+
+def test_undefined_numbers_in_the_weights(model: Path, tmp_path: Path) -> None:
+    folder = damaged_copy(model, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-4:] = b"\xff\xff\xff\xff"  # a float32 NaN in the last tensor of the file
+    weights.write_bytes(bytes(data))
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), "undefined numbers", "damaged")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ["mamba", "MambaForCausalLM", "supported: gemma"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["already quantized", "awq"]),
+        ({"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, ["homemade"]),
+    ],
+)
+def test_an_unsupported_model_is_refused_before_its_weights(
+    model: Path, tmp_path: Path, changes: dict[str, object], words: list[str]
+) -> None:
+    folder = damaged_copy(model, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "evil.py").write_text("raise SystemExit('executed')", encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), *words)
+
+
+def test_the_same_export_twice_has_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        assert run(model, "-o", tmp_path / name).exit_code == 0
+    weights = Path(stage_dir(0)) / MODEL_BIN
+    assert (tmp_path / "first" / weights).read_bytes() == (tmp_path / "second" / weights).read_bytes()

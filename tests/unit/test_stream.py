@@ -1,0 +1,187 @@
+"""One generation and speculation on a deterministic fake model: any pattern of drafts gives exactly the plain tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from langchain_pshard.core.codec import pack_tokens, unpack_tokens
+from langchain_pshard.core.errors import InvalidOptionError, ProtocolError
+from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
+from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
+from langchain_pshard.pipeline.generation import FinishReason
+from langchain_pshard.pipeline.recovery import Replay, replay_plan
+from langchain_pshard.pipeline.speculation import Drafter, draft, num_accepted
+from langchain_pshard.pipeline.stream import Delivery, Stream, StreamRequest
+
+VOCAB = 13
+EOS = 0
+
+
+def fake_next(text: Sequence[int]) -> int:
+    return sum((idx + 1) * (token + 1) for idx, token in enumerate(text)) % VOCAB
+
+
+def plain(prompt: Sequence[int], max_tokens: int, eos: bool) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        tokens.append(fake_next([*prompt, *tokens]))
+        if eos and tokens[-1] == EOS:
+            break
+    return tokens
+
+
+class FakeFleet:
+    """Holds the stream's KV as its tokens and follows the one step rule."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.most = 0
+
+    def run(self, piece: Slice) -> SliceResult:
+        assert piece.start <= len(self.held)
+        tokens = unpack_tokens(piece.tokens)
+        self.held[piece.start :] = tokens
+        self.most = max(self.most, len(self.held))
+        first = len(self.held) - piece.num_sampled
+        return SliceResult(piece.stream, pack_tokens([fake_next(self.held[: idx + 1]) for idx in range(first, len(self.held))]))
+
+
+def make(prompt: Sequence[int], max_tokens: int = 8, *, eos: bool = True, drafter: Drafter | None = None) -> Stream:
+    request = StreamRequest(
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(),
+        eos_token_ids=frozenset({EOS} if eos else ()),
+        vocab_size=VOCAB,
+        sink=lambda _: True,
+        drafter=drafter,
+    )
+    return Stream(StreamId(1), request, now=0.0)
+
+
+def run(stream: Stream, max_drafts: int = 8) -> tuple[list[int], Delivery, FakeFleet]:
+    fleet = FakeFleet()
+    step, tokens = 0, list[int]()
+    piece = stream.next_chunk(stream.num_prompt_left, StepId(1), 0.0)
+    while True:
+        delivery = stream.apply(fleet.run(piece), (), float(step))
+        assert delivery is not None
+        tokens += delivery.tokens
+        if delivery.finish_reason is not None:
+            return tokens, delivery, fleet
+        step += 1
+        assert stream.is_ready
+        piece = stream.next_rows(max_drafts, StepId(step + 1), float(step))
+
+
+class Scripted:
+    """Drafts of a given length, right up to a given place."""
+
+    def __init__(self, script: list[tuple[int, int]]) -> None:
+        self._script = script
+        self._turn = 0
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+        length, right = self._script[self._turn % len(self._script)]
+        self._turn += 1
+        text = list(tokens)
+        for idx in range(length):
+            token = fake_next(text)
+            text.append(token if idx < right else (token + 1) % VOCAB)
+        return text[len(tokens) :]
+
+
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
+    max_tokens=st.integers(1, 60),
+    eos=st.booleans(),
+    script=st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10)), min_size=1, max_size=8),
+    max_drafts=st.integers(0, 9),
+)
+def test_any_acceptance_pattern_yields_the_plain_tokens(
+    prompt: list[int], max_tokens: int, eos: bool, script: list[tuple[int, int]], max_drafts: int
+) -> None:
+    stream = make(prompt, max_tokens, eos=eos, drafter=Scripted(script))
+    tokens, last, fleet = run(stream, max_drafts)
+    assert tokens == plain(prompt, max_tokens, eos)
+    assert fleet.most <= stream.request.num_positions
+    stats = last.stats
+    assert stats.num_generated_tokens == len(tokens)
+    assert stats.num_accepted_tokens <= stats.num_drafted_tokens
+    assert stats.num_steps + stats.num_accepted_tokens >= len(tokens)
+
+
+def test_prompt_in_chunks_behind_one_another() -> None:
+    stream, fleet = make([1, 2, 3, 4, 5], max_tokens=3, eos=False), FakeFleet()
+    first = stream.next_chunk(3, StepId(1), 0.0)
+    second = stream.next_chunk(2, StepId(2), 0.5)
+    assert (first.start, first.num_tokens, first.num_sampled, first.kind) == (0, 3, 0, SliceKind.PREFILL)
+    assert (second.start, second.num_tokens, second.num_sampled) == (3, 2, 1)
+    assert stream.apply(fleet.run(first), (), 1.0) is None
+    assert not stream.is_ready
+    delivery = stream.apply(fleet.run(second), (), 2.0)
+    assert delivery is not None
+    assert list(delivery.tokens) == plain([1, 2, 3, 4, 5], 1, False)
+    row = stream.next_rows(0, StepId(3), 2.0)
+    assert (row.start, row.num_tokens, row.num_sampled, row.kind) == (5, 1, 1, SliceKind.ROWS)
+
+
+def test_stats() -> None:
+    stream, fleet = make([1, 2], max_tokens=2, eos=False), FakeFleet()
+    timings = (StageTiming(100, 2000), StageTiming(50, 1000))
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.25)), timings, 1.0)
+    last = stream.apply(fleet.run(stream.next_rows(0, StepId(2), 1.0)), timings, 1.5)
+    assert last is not None
+    assert last.finish_reason is FinishReason.LENGTH
+    stats = last.stats
+    assert (stats.queue_ms, stats.first_token_ms, stats.decode_ms) == (250.0, 1000.0, 500.0)
+    assert (stats.stage_compute_ms, stats.stage_queue_ms) == ((4.0, 2.0), (0.2, 0.1))
+    assert stats.tokens_per_s == 2.0
+
+
+def test_logprobs_are_those_of_the_tokens_delivered() -> None:
+    stream = make([1, 2], max_tokens=2, eos=False, drafter=Scripted([(1, 0)]))
+    fleet = FakeFleet()
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), (), 0.0)
+    plain_result = fleet.run(stream.next_rows(4, StepId(2), 0.0))
+    all_of_them = tuple(TokenLogprobs(-float(idx), ()) for idx in range(len(unpack_tokens(plain_result.tokens))))
+    delivery = stream.apply(SliceResult(plain_result.stream, plain_result.tokens, all_of_them), (), 0.0)
+    assert delivery is not None
+    assert delivery.logprobs == all_of_them[:1]
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2], [VOCAB], [-1]])
+def test_a_wrong_answer_is_a_protocol_error(tokens: list[int]) -> None:
+    stream = make([1, 2])
+    stream.next_chunk(2, StepId(1), 0.0)
+    with pytest.raises(ProtocolError, match="the last stage answered"):
+        stream.apply(SliceResult(StreamId(1), pack_tokens(tokens)), (), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "expected"),
+    [([], [5], 0), ([5], [5, 6], 1), ([5, 7], [5, 6, 8], 1), ([4, 6], [5, 6, 7], 0), ([5, 6], [5, 6, 7], 2)],
+)
+def test_num_accepted(drafts: list[int], sampled: list[int], expected: int) -> None:
+    assert num_accepted(drafts, sampled) == expected
+
+
+def test_drafts_are_checked_and_cut() -> None:
+    class Fixed:
+        def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+            return [1, 2, VOCAB]
+
+    assert draft(Fixed(), [1], max_tokens=2, vocab_size=VOCAB) == (1, 2)
+    assert draft(Fixed(), [1], max_tokens=0, vocab_size=VOCAB) == ()
+    with pytest.raises(InvalidOptionError, match=f"proposed token {VOCAB}; valid: 0 to {VOCAB - 1}"):
+        draft(Fixed(), [1], max_tokens=3, vocab_size=VOCAB)
+
+
+def test_replay_plan_keeps_the_kinds() -> None:
+    assert replay_plan([1, 2, 3], []) == (Replay(0, 3, SliceKind.PREFILL),)
+    assert replay_plan([1, 2, 3], [4]) == (Replay(0, 3, SliceKind.PREFILL),)
+    assert replay_plan([1, 2, 3], [4, 5, 6]) == (Replay(0, 3, SliceKind.PREFILL), Replay(3, 5, SliceKind.ROWS))

@@ -1,0 +1,87 @@
+"""`pshard-worker`: options of the command, and how its errors are told. What it does with them is `process`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from langchain_pshard.core.errors import MissingExtraError, PShardError
+
+try:
+    import click
+
+    from workers.process import Options, serve
+    from workers.report import Report
+    from workers.shard import DEFAULT_KV_MEMORY_BYTES, Settings
+except ModuleNotFoundError as error:  # a base install has the command but not what it needs
+    if error.name not in {"click", "rich", "psutil"}:
+        raise
+    sys.exit(f"error: {MissingExtraError('pshard-worker', 'worker')}")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a size such as `512MiB` or `1.5 GB`; None when it is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    return int(float(match[1]) * unit) if match and unit else None
+
+
+def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    num_bytes = parse_size(value)
+    if not num_bytes:
+        raise click.BadParameter(f"{value!r} is not a size; write for example 512MiB or 1.5GiB", ctx, param)
+    return num_bytes
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--stage", "stages", type=int, multiple=True, required=True, metavar="I", help="Stage to serve; repeat it for several.")
+@click.option("--listen", default="tcp://127.0.0.1:0", help="Address to serve at; port 0 takes a free one.")
+@click.option("--device", default="CPU", help="OpenVINO device.")
+@click.option("--runner", type=click.Choice(["paged", "stateful"]), default="paged", help="Engine; paged batches any number of streams.")
+@click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="exact computes everything in f32.")
+@click.option(
+    "--kv-memory", metavar="SIZE", default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB", callback=_as_bytes, help="KV memory of each stage."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
+@click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without any protection.")
+@click.option("--exit-with-parent", is_flag=True, hidden=True, help="Stop when standard input ends.")
+def command(
+    *,
+    bundle: Path,
+    stages: tuple[int, ...],
+    listen: str,
+    device: str,
+    runner: Any,
+    numerics: Any,
+    kv_memory: int,
+    threads: int | None,
+    log_format: str,
+    insecure: bool,
+    exit_with_parent: bool,
+) -> None:
+    """Serve one or more stages of BUNDLE, a folder made by pshard-export.
+
+    Prints one line when it is ready. The first Ctrl-C or SIGTERM lets open streams finish, the second stops at once.
+    """
+    report = Report(is_json=log_format == "json")
+    try:
+        settings = Settings(device=device, runner=runner, numerics=numerics, kv_memory_bytes=kv_memory, threads=threads)
+        options = Options(
+            bundle=bundle, stages=stages, listen=listen, settings=settings, is_insecure=insecure, exits_with_parent=exit_with_parent
+        )
+        serve(options, report)
+    except PShardError as error:
+        report.error(error)
+        sys.exit(1)
+
+
+def main() -> None:
+    """Entry point of `pshard-worker`."""
+    command(prog_name="pshard-worker")

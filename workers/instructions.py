@@ -1,0 +1,123 @@
+"""What the pure parts of a worker ask its loop to do: a closed set, matched exhaustively in `server`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from langchain_pshard.core.bundle import FileEntry
+from langchain_pshard.core.codec import Tensor
+from langchain_pshard.core.messages import Message, MicroBatch, RequestId, Step
+from langchain_pshard.core.sampling import SamplingParams
+from langchain_pshard.transport.hub import Link
+from workers.rows import join_rows
+from workers.runners.runner import RunSlice, StreamKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Send a message to whoever is at the end of a link; when the link is gone, so is the need for it."""
+
+    link: Link
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyPiece:
+    """Answer a Fetch with a piece of a file of the bundle."""
+
+    link: Link
+    request: RequestId
+    file: FileEntry
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyStatus:
+    """Answer a GetStatus; memory and KV figures are the loop's to read."""
+
+    link: Link
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """Dial the next worker at `address`; the link comes back through `Worker.dialled`."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangUp:
+    """Give up the link to a next worker that no client needs any more."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStream:
+    """Set aside KV on one stage; whether there was room comes back through `Worker.opened`."""
+
+    stage_idx: int
+    key: StreamKey
+    num_tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseStream:
+    """Free the KV of one stream on one stage."""
+
+    stage_idx: int
+    key: StreamKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forward:
+    """Send steps on to the next worker; a link that cannot take them comes back through `Worker.not_sent`."""
+
+    link: Link
+    message: MicroBatch
+    hidden: Tensor  # [tokens, hidden]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WaitingStep:
+    """One client's step at one stage: the slices that passed every check, and their rows."""
+
+    step: Step
+    slices: tuple[RunSlice, ...]
+    hidden: Tensor | None  # [tokens of the slices, hidden]; None on the first stage
+    arrived_s: float
+    is_alone: bool = False
+    """It was in a batch that failed, and runs by itself now."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.tokens) for piece in self.slices)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Compute these steps of one stage as one inference; how it went comes back through `Worker.ran` or `Worker.failed`."""
+
+    stage_idx: int
+    steps: tuple[WaitingStep, ...]
+
+    @cached_property
+    def slices(self) -> tuple[RunSlice, ...]:
+        """The slices of all steps, in order; a stream appears once."""
+        return tuple(piece for waiting in self.steps for piece in waiting.slices)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(waiting.num_tokens for waiting in self.steps)
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """[num_tokens, hidden], or None on the first stage; a single step's rows are not copied."""
+        tensors = [waiting.hidden for waiting in self.steps if waiting.hidden is not None]
+        return join_rows(tensors) if tensors else None
+
+
+Instruction = Reply | ReplyPiece | ReplyStatus | Dial | HangUp | OpenStream | CloseStream | Forward | Run

@@ -1,0 +1,220 @@
+"""The loop of a worker: receive, decide, run, send. One thread; it owns the hub and the engines.
+
+What to do is decided in `worker`, without any of these; here it is carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import psutil
+
+from langchain_pshard.core.errors import BundleError, InferenceError, PShardError
+from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
+from langchain_pshard.core.sampling import SamplingParams
+from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
+from workers.instructions import (
+    CloseStream,
+    Dial,
+    Forward,
+    HangUp,
+    Instruction,
+    OpenStream,
+    Reply,
+    ReplyPiece,
+    ReplyStatus,
+    Run,
+)
+from workers.runners.runner import Logits, Runner, RunSlice, StreamKey
+from workers.worker import Worker
+
+IDLE_POLL_S = 1.0
+"""Longest wait for a message: leases and joins are looked after this often."""
+DRAIN_S = 30.0
+"""How long open streams may go on after the worker was told to stop."""
+_MAX_POLLS = 8  # before each inference: lets waiting steps merge, and a flood cannot starve the engine
+
+logger = logging.getLogger("pshard.worker")
+
+
+class Sampler(Protocol):
+    """What the last stage needs besides its runner; `head.Head` is the real one."""
+
+    def open(self, key: StreamKey, params: SamplingParams) -> None: ...
+
+    def close_stream(self, key: StreamKey) -> None: ...
+
+    def sample(self, logits: Logits, slices: Sequence[RunSlice]) -> list[SliceResult]: ...
+
+
+class Server:
+    """Serves until told to stop. `drain` and `stop` may be called from any thread, the rest from one.
+
+    Args:
+        hub: listening already; closed by whoever made it.
+        runners: one engine for each stage of `worker`.
+        sampler: needed exactly when the last stage is among them.
+        bundle: folder that the tokenizer files are read from.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        *,
+        hub: Hub,
+        worker: Worker,
+        runners: Mapping[int, Runner],
+        sampler: Sampler,
+        bundle: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hub = hub
+        self._worker = worker
+        self._runners = runners
+        self._sampler = sampler
+        self._bundle = bundle
+        self._clock = clock
+        self._started_s = clock()
+        self._looked_s = clock()
+        self._drain_until_s: float | None = None
+        self._is_drain_wanted = False
+        self._is_stopped = False
+
+    def serve(self) -> None:
+        """Receive, decide, run and send until `stop`, or until `drain` has let the open streams finish."""
+        while not self._is_done():
+            for event in self._receive():
+                self._carry_out(self._decide(event))
+            self._look_at_clock()
+            self._carry_out(self._worker.next_run())
+
+    def drain(self) -> None:
+        """Admit nothing more, let open streams finish for at most `DRAIN_S`, then end `serve`."""
+        self._is_drain_wanted = True
+        self._hub.wake()
+
+    def stop(self) -> None:
+        """End `serve` after the inference that is running."""
+        self._is_stopped = True
+        self._hub.wake()
+
+    def _is_done(self) -> bool:
+        if self._is_drain_wanted and self._drain_until_s is None:
+            self._worker.drain()
+            self._drain_until_s = self._clock() + DRAIN_S
+            logger.info("draining: %d streams are open", self._worker.num_streams)
+        if self._is_stopped or self._drain_until_s is None:
+            return self._is_stopped
+        return not self._worker.num_streams or self._clock() >= self._drain_until_s
+
+    # --- receive, decide ---------------------------------------------------------------------------------------------
+
+    def _receive(self) -> Iterable[Event]:
+        timeout_s = 0.0 if self._worker.has_work else IDLE_POLL_S
+        for _ in range(_MAX_POLLS):
+            events = self._hub.poll(timeout_s)
+            if not events:
+                return
+            yield from events
+            timeout_s = 0.0
+
+    def _decide(self, event: Event) -> list[Instruction]:
+        match event:
+            case Arrived():
+                return self._worker.received(event, self._clock())
+            case Lost(link=link):
+                # The link is being dialled again, and clients watch every worker themselves: there is nothing to decide.
+                logger.warning("lost the connection to the next worker at %s", self._worker.address_of(link))
+                return []
+
+    def _look_at_clock(self) -> None:
+        now_s = self._clock()
+        if now_s - self._looked_s >= IDLE_POLL_S:
+            self._looked_s = now_s
+            self._carry_out(self._worker.time_passed(now_s))
+
+    # --- run, send ---------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Reply(link=link, message=message):
+                    self._hub.send(link, message)
+                case Forward(link=link, message=message, hidden=hidden):
+                    if not self._hub.send(link, message, hidden):
+                        self._carry_out(self._worker.not_sent(instruction))
+                case Run():
+                    self._carry_out(self._run(instruction))
+                case OpenStream():
+                    self._carry_out(self._worker.opened(instruction.key, self._open(instruction)))
+                case CloseStream(stage_idx=stage_idx, key=key):
+                    self._runners[stage_idx].close_stream(key)
+                    if self._worker.stage(stage_idx).shape.is_last:
+                        self._sampler.close_stream(key)
+                case Dial(address=address):
+                    self._carry_out(self._worker.dialled(address, self._hub.dial(address), self._clock()))
+                case HangUp(link=link):
+                    self._hub.hang_up(link)
+                case ReplyPiece():
+                    self._hub.send(instruction.link, self._read_piece(instruction))
+                case ReplyStatus(link=link):
+                    self._hub.send(link, self._status(instruction))
+
+    def _run(self, run: Run) -> list[Instruction]:
+        started_s = self._clock()
+        try:
+            output = self._runners[run.stage_idx].run(run.slices, run.hidden)
+        except InferenceError as error:
+            logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
+            return self._worker.failed(run, error)
+        if not self._worker.stage(run.stage_idx).shape.is_last:
+            return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
+        results = self._sampler.sample(cast(Logits, output), run.slices)
+        return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
+
+    def _open(self, wanted: OpenStream) -> PShardError | None:
+        try:
+            self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens)
+        except PShardError as error:
+            return error
+        if self._worker.stage(wanted.stage_idx).shape.is_last:
+            self._sampler.open(wanted.key, wanted.sampling)
+        return None
+
+    def _read_piece(self, piece: ReplyPiece) -> Message:
+        path = self._bundle / piece.file.path
+        try:
+            with path.open("rb") as file:
+                file.seek(piece.offset)
+                data = file.read(FETCH_CHUNK_BYTES)
+        except OSError as error:
+            text = f"the worker cannot read {piece.file.path} of its bundle: {error.strerror}"
+            return Refused(request=piece.request, code=BundleError.code, message=text)
+        return Fetched(request=piece.request, num_bytes=piece.file.num_bytes, data=data)
+
+    def _status(self, ask: ReplyStatus) -> Status:
+        return Status(
+            request=ask.request,
+            worker=self._worker.id,
+            uptime_s=self._clock() - self._started_s,
+            rss_bytes=psutil.Process().memory_info().rss,
+            num_clients=self._worker.num_clients,
+            num_malformed=self._hub.num_malformed + self._worker.num_malformed,
+            stages=tuple(self._stage_status(stage_idx, runner) for stage_idx, runner in self._runners.items()),
+        )
+
+    def _stage_status(self, stage_idx: int, runner: Runner) -> StageStatus:
+        stage = self._worker.stage(stage_idx)
+        return StageStatus(
+            stage_idx=stage_idx,
+            num_streams=stage.num_streams,
+            kv_used_tokens=runner.kv_used_tokens,
+            kv_capacity_tokens=runner.kv_capacity_tokens,
+            num_steps=stage.num_steps,
+            num_tokens=stage.num_tokens,
+            compute_ms=1e3 * stage.compute_s,
+        )

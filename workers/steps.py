@@ -1,0 +1,161 @@
+"""The way of a step through a worker: taken in, run, and sent to the next stage or answered.
+
+Pure. `stage` decides what may run together; this module splits micro-batches into steps, finds the next hop of each, and puts together what
+leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from langchain_pshard.core.codec import Tensor, tensor_spec
+from langchain_pshard.core.errors import InferenceError, ProtocolError, StateLostError, WorkerLostError
+from langchain_pshard.core.messages import MicroBatch, SliceResult, StageTiming, Step, StepFailed, StepResult, WorkerId
+from langchain_pshard.transport.hub import Link
+from workers.instructions import Forward, Instruction, Reply, Run, WaitingStep
+from workers.membership import Client, Membership
+from workers.rows import join_rows
+from workers.stage import Dropped, Stage, all_dropped
+
+
+class Steps:
+    """Steps of all clients at all stages of a worker."""
+
+    def __init__(self, worker: WorkerId, stages: Mapping[int, Stage], members: Membership) -> None:
+        self._worker = worker
+        self._stages = stages
+        self._members = members
+        self.num_malformed = 0
+
+    @property
+    def has_work(self) -> bool:
+        return any(stage.has_work for stage in self._stages.values())
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def take(self, batch: MicroBatch, hidden: Tensor | None, now_s: float) -> list[Instruction]:
+        """Queue the steps of a micro-batch; steps of unknown clients and of older epochs are dropped."""
+        fault = self._fault(batch, hidden)
+        if fault:
+            self.num_malformed += 1
+        out: list[Instruction] = []
+        first = 0
+        for step in batch.steps:
+            num_tokens = sum(piece.num_tokens for piece in step.slices)
+            rows = hidden[first : first + num_tokens] if hidden is not None and not fault else None
+            first += num_tokens
+            client = self._members.find(step.client)
+            if client is None or step.epoch < client.epoch:
+                continue
+            self._members.heard(step.client, now_s)
+            out += self._tell(batch.stage_idx, self._take_step(batch.stage_idx, step, rows, client, fault, now_s))
+        return out
+
+    def _fault(self, batch: MicroBatch, hidden: Tensor | None) -> str | None:
+        stage = self._stages.get(batch.stage_idx)
+        if stage is None:
+            return f"stage {batch.stage_idx} is not served by worker {self._worker}; valid: {sorted(self._stages)}"
+        if not batch.steps or not all(step.slices for step in batch.steps):
+            return "a step without slices"
+        return stage.tensor_fault(batch.steps, hidden)
+
+    def _take_step(self, stage_idx: int, step: Step, rows: Tensor | None, client: Client, fault: str | None, now_s: float) -> Dropped:
+        if step.epoch > client.epoch:
+            text = f"worker {self._worker} has this client at epoch {client.epoch}, the step is of epoch {step.epoch}: join first"
+            return all_dropped(step, StateLostError.code, text)
+        if fault:
+            return all_dropped(step, ProtocolError.code, f"malformed micro-batch: {fault}")
+        return self._stages[stage_idx].enqueue(step, rows, now_s)
+
+    def _tell(self, stage_idx: int, dropped: Dropped) -> list[Instruction]:
+        client = self._members.find(dropped.step.client)
+        if client is None or not dropped.failures:
+            return []
+        step = dropped.step
+        message = StepFailed(epoch=step.epoch, step_id=step.step_id, stage_idx=stage_idx, failures=dropped.failures)
+        return [Reply(link=client.link, message=message)]
+
+    # --- run ---------------------------------------------------------------------------------------------------------
+
+    def next_run(self) -> list[Instruction]:
+        """The next inference, as the last instruction, with what was refused on the way to it.
+
+        The last of several stages goes first: results leave early, and meanwhile steps gather at the first one.
+        """
+        out: list[Instruction] = []
+        for stage_idx in sorted(self._stages, reverse=True):
+            verdict = self._stages[stage_idx].next_run()
+            out += [reply for dropped in verdict.dropped for reply in self._tell(stage_idx, dropped)]
+            if verdict.run is not None:
+                return [*out, verdict.run]
+        return out
+
+    def failed(self, run: Run, error: InferenceError) -> list[Instruction]:
+        """The engine failed on `run`: merged steps will run again, each alone; a single one is given up."""
+        dropped = self._stages[run.stage_idx].failed(run, error.code, f"stage {run.stage_idx}: {error}")
+        return [reply for one in dropped for reply in self._tell(run.stage_idx, one)]
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def sampled(self, run: Run, results: Sequence[SliceResult], *, started_s: float, ended_s: float) -> list[Instruction]:
+        """The last stage computed `run`: every client gets its own result."""
+        self._stages[run.stage_idx].succeeded(run, ended_s - started_s)
+        out: list[Instruction] = []
+        first = 0
+        for waiting in run.steps:
+            step = _passed(waiting, started_s, ended_s)
+            own = tuple(results[first : first + len(step.slices)])
+            first += len(step.slices)
+            message = StepResult(epoch=step.epoch, step_id=step.step_id, results=own, timings=step.timings)
+            out.append(Reply(link=self._client_of(step).link, message=message))
+        return out
+
+    def computed(self, run: Run, hidden: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
+        """An earlier stage computed `run`: its steps go to the next stage, together where they share the way."""
+        self._stages[run.stage_idx].succeeded(run, ended_s - started_s)
+        stage_idx = run.stage_idx + 1
+        out: list[Instruction] = []
+        ways: dict[Link, list[tuple[Step, Tensor]]] = {}
+        first = 0
+        for waiting in run.steps:
+            step = _passed(waiting, started_s, ended_s)
+            rows = hidden[first : first + waiting.num_tokens]
+            first += waiting.num_tokens
+            hop = self._client_of(step).chain[stage_idx]
+            if hop.worker == self._worker:
+                out += self._tell(stage_idx, self._stages[stage_idx].enqueue(step, rows, ended_s))
+                continue
+            link = self._members.link_to(hop.address)
+            assert link is not None  # a client has joined only when its next workers were reached
+            ways.setdefault(link, []).append((step, rows))
+        for link, passed in ways.items():
+            tensor = hidden if len(passed) == len(run.steps) else join_rows([rows for _, rows in passed])
+            message = MicroBatch(stage_idx=stage_idx, steps=tuple(step for step, _ in passed), hidden=tensor_spec(tensor))
+            out.append(Forward(link=link, message=message, hidden=tensor))
+        return out
+
+    def not_sent(self, forward: Forward) -> list[Instruction]:
+        """The link to the next worker is gone or full."""
+        text = f"worker {self._worker} cannot reach the next one, which serves stage {forward.message.stage_idx}"
+        steps = forward.message.steps
+        return [reply for step in steps for reply in self._tell(forward.message.stage_idx, all_dropped(step, WorkerLostError.code, text))]
+
+    def _client_of(self, step: Step) -> Client:
+        client = self._members.find(step.client)
+        assert client is not None  # the steps of whoever leaves are dropped with the streams
+        return client
+
+
+def _passed(waiting: WaitingStep, started_s: float, ended_s: float) -> Step:
+    """The step as it leaves a stage: only the slices that were computed, and one timing more."""
+    timing = StageTiming(_microseconds(started_s - waiting.arrived_s), _microseconds(ended_s - started_s))
+    step = waiting.step
+    slices = step.slices
+    if len(waiting.slices) < len(slices):
+        kept = {piece.key.stream for piece in waiting.slices}
+        slices = tuple(piece for piece in slices if piece.stream in kept)
+    return Step(client=step.client, epoch=step.epoch, step_id=step.step_id, slices=slices, timings=(*step.timings, timing))
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))
