@@ -160,6 +160,19 @@ def test_sampling_fewer_rows_does_not_change_them(tiny_bundle: TinyBundle, runne
         assert np.array_equal(chain.run(piece(1, 50, [9], ROWS)), after)  # the KV was written all the same
 
 
+def test_rows_that_sample_nothing_write_their_kv(tiny_bundle: TinyBundle) -> None:
+    """As a replay does, one row after another; the request keeps reading the inputs of the first of them."""
+    text = prompt(20)
+    with running_chain(tiny_bundle("llama"), settings()) as chain:
+        for stream, num_sampled in ((1, 1), (2, 0)):
+            chain.open(stream, 40)
+            chain.run(piece(stream, 0, text, PREFILL, num_sampled))
+            for step in range(8):
+                assert len(chain.run(piece(stream, 20 + step, [30 + step], ROWS, num_sampled))) == num_sampled
+        expected, replayed = (chain.run(piece(stream, 28, [50], ROWS)) for stream in (1, 2))
+        assert np.array_equal(replayed, expected)
+
+
 def test_results_are_not_overwritten_by_later_steps(tiny_bundle: TinyBundle) -> None:
     with running_chain(tiny_bundle("llama", num_stages=2), settings()) as chain:
         chain.open(1, 50)
