@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from langchain_pshard.core.bundle import WeightMode, load_manifest
+from langchain_pshard.core.bundle import TOKENIZER_DIR, WeightMode, load_manifest
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError, MissingExtraError
 from langchain_pshard.core.messages import DType
+from langchain_pshard.core.sampling import SamplingParams
 from tests.support.bundles import DemoBundle, TinyBundle
 from tests.support.runners import PREFILL, ROWS, RunnerChain, key, piece, running_chain
 from workers.runners.runner import Logits
@@ -55,8 +57,8 @@ def test_paged_stateful_and_transformers_agree(tiny_bundle: TinyBundle, architec
     bundle = tiny_bundle(architecture)
     text = prompt(40)
     with running_chain(bundle, settings("paged")) as paged, running_chain(bundle, settings("stateful")) as stateful:
-        tokens, logits = paged.greedy(1, text, 80)
-        assert stateful.greedy(1, text, 80)[0] == tokens
+        tokens, logits = paged.generate(1, text, 80)
+        assert stateful.generate(1, text, 80)[0] == tokens
     model = bundle.parent / f"{architecture}-model"
     expected = reference_logits(model, text + tokens[:-1])[len(text) - 1 :]
     assert expected.argmax(axis=1).tolist() == tokens
@@ -69,10 +71,10 @@ def test_paged_stateful_and_transformers_agree(tiny_bundle: TinyBundle, architec
 def test_stages_do_not_change_a_bit(tiny_bundle: TinyBundle, architecture: str, runner: RunnerName, numerics: NumericsName) -> None:
     text = prompt(40)
     with running_chain(tiny_bundle(architecture), settings(runner, numerics)) as whole:
-        tokens, logits = whole.greedy(1, text, 40)
+        tokens, logits = whole.generate(1, text, 40)
     for num_stages in (2, 3):
         with running_chain(tiny_bundle(architecture, num_stages=num_stages), settings(runner, numerics)) as chain:
-            cut_tokens, cut_logits = chain.greedy(1, text, 40)
+            cut_tokens, cut_logits = chain.generate(1, text, 40)
         assert cut_tokens == tokens
         assert np.array_equal(cut_logits, logits)
 
@@ -84,7 +86,7 @@ def test_company_does_not_change_a_stream(tiny_bundle: TinyBundle, architecture:
     texts = [prompt(5 + 7 * idx, seed=idx) for idx in range(8)]
     num_tokens = 24
     with running_chain(batch_bundle(tiny_bundle, architecture, numerics), batch_settings(numerics)) as chain:
-        alone = [chain.greedy(idx, text, num_tokens) for idx, text in enumerate(texts)]
+        alone = [chain.generate(idx, text, num_tokens) for idx, text in enumerate(texts)]
         for idx, text in enumerate(texts):
             chain.open(idx, len(text) + num_tokens)
         rows = [[row] for row in chain.run(*(piece(idx, 0, text, PREFILL) for idx, text in enumerate(texts)))]
@@ -104,8 +106,8 @@ def test_company_does_not_change_a_stream(tiny_bundle: TinyBundle, architecture:
 def test_rejected_drafts_do_not_change_a_stream_of_paged(tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName) -> None:
     text = prompt(30)
     with running_chain(batch_bundle(tiny_bundle, architecture, numerics), batch_settings(numerics)) as chain:
-        tokens, logits = chain.greedy(1, text, 100)
-        drafted_tokens, drafted_logits = chain.greedy_with_drafts(2, text, 100, tokens, np.random.default_rng(3))
+        tokens, logits = chain.generate(1, text, 100)
+        drafted_tokens, drafted_logits = chain.generate_with_drafts(2, text, 100, tokens, np.random.default_rng(3))
         assert all(runner.is_rewind_exact for runner in chain.runners)
     assert drafted_tokens == tokens
     assert same_rows(numerics, drafted_logits, logits)
@@ -116,8 +118,8 @@ def test_rejected_drafts_do_not_change_a_token_of_stateful(tiny_bundle: TinyBund
     """Enough rejections that the cache is moved together several times."""
     text = prompt(10)
     with running_chain(tiny_bundle(architecture, num_stages=2), settings("stateful")) as chain:
-        tokens, logits = chain.greedy(1, text, 160)
-        drafted_tokens, drafted_logits = chain.greedy_with_drafts(2, text, 160, tokens, np.random.default_rng(3))
+        tokens, logits = chain.generate(1, text, 160)
+        drafted_tokens, drafted_logits = chain.generate_with_drafts(2, text, 160, tokens, np.random.default_rng(3))
         assert all(runner.is_rewind_exact for runner in chain.runners)
     assert drafted_tokens == tokens
     assert np.abs(drafted_logits - logits).max() < 1e-5 * np.abs(logits).max()
@@ -156,6 +158,19 @@ def test_sampling_fewer_rows_does_not_change_them(tiny_bundle: TinyBundle, runne
         nothing = chain.run(piece(1, 0, text, PREFILL, num_sampled=0))
         assert nothing.shape == (0, every.shape[1])
         assert np.array_equal(chain.run(piece(1, 50, [9], ROWS)), after)  # the KV was written all the same
+
+
+def test_rows_that_sample_nothing_write_their_kv(tiny_bundle: TinyBundle) -> None:
+    """As a replay does, one row after another; the request keeps reading the inputs of the first of them."""
+    text = prompt(20)
+    with running_chain(tiny_bundle("llama"), settings()) as chain:
+        for stream, num_sampled in ((1, 1), (2, 0)):
+            chain.open(stream, 40)
+            chain.run(piece(stream, 0, text, PREFILL, num_sampled))
+            for step in range(8):
+                assert len(chain.run(piece(stream, 20 + step, [30 + step], ROWS, num_sampled))) == num_sampled
+        expected, replayed = (chain.run(piece(stream, 28, [50], ROWS)) for stream in (1, 2))
+        assert np.array_equal(replayed, expected)
 
 
 def test_results_are_not_overwritten_by_later_steps(tiny_bundle: TinyBundle) -> None:
@@ -256,14 +271,16 @@ def test_a_missing_openvino_names_the_extra(tiny_bundle: TinyBundle, monkeypatch
 @pytest.mark.real_model
 @pytest.mark.timeout(400)  # the first run on a machine exports the model
 def test_paged_and_stateful_agree_over_600_tokens_of_the_real_model(demo_bundle: DemoBundle) -> None:
-    """Beyond its window of 512 positions; the stateful run verifies drafts, of which many are rejected."""
+    """Beyond its window of 512 positions; the stateful run verifies drafts, of which many are rejected.
+
+    Sampled, not greedy: the base model soon repeats itself, and a text of five different tokens would show little.
+    """
     bundle = demo_bundle(weights=WeightMode.INT4, layers=(16, 2))
-    text = np.random.default_rng(1).integers(1000, 200_000, 24).tolist()
-    with running_chain(bundle, settings(kv_memory_bytes=64 << 20)) as paged:
-        tokens, logits = paged.greedy(1, text, 600)
-        drafted = paged.greedy_with_drafts(2, text, 600, tokens, np.random.default_rng(2))
-    assert drafted[0] == tokens
-    assert np.abs(drafted[1] - logits).max() < 1e-4 * np.abs(logits).max()
-    del drafted, logits
-    with running_chain(bundle, settings("stateful", kv_memory_bytes=64 << 20)) as stateful:
-        assert stateful.greedy_with_drafts(1, text, 600, tokens, np.random.default_rng(2))[0] == tokens
+    tokenizer = Tokenizer.from_file(str(bundle / TOKENIZER_DIR / "tokenizer.json"))
+    text = tokenizer.encode("The history of the lighthouse begins long before the first electric lamp. In the early days,").ids
+    sampling = SamplingParams(temperature=1.0, top_k=200, seed=1)
+    with running_chain(bundle, settings(kv_memory_bytes=64 << 20), sampling) as paged:
+        tokens, _ = paged.generate(1, text, 600)
+    assert len(set(tokens)) > 100
+    with running_chain(bundle, settings("stateful", kv_memory_bytes=64 << 20), sampling) as stateful:
+        assert stateful.generate_with_drafts(1, text, 600, tokens, np.random.default_rng(2))[0] == tokens

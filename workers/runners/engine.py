@@ -120,7 +120,10 @@ def with_boundary(stage: StageModel) -> Any:
 
 
 def share(array: npt.NDArray[Any], element_type: Any) -> Any:
-    """An ov.Tensor over the array's own memory, which has to outlive it; bf16 is held as uint16."""
+    """An ov.Tensor over the array's own memory; bf16 is held as uint16.
+
+    The tensor keeps the array alive, a request that it was set on does not: the array has to outlive every inference that uses it.
+    """
     return ov.Tensor(array, ov.Shape(array.shape), element_type)
 
 

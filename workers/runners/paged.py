@@ -35,6 +35,7 @@ from workers.runners.runner import Logits, RunSlice, StreamKey
 
 _WINDOW_INPUT = 10
 """Which input of PagedAttentionExtension is the sliding window, a scalar; 0 means none."""
+_ROW_0 = np.zeros(1, dtype=np.int32)  # lives as long as any request that reads it: a moved layout does not set its inputs again
 
 
 class PagedRunner:
@@ -118,7 +119,7 @@ class PagedRunner:
             ports.append(Port(at["input_ids"], layout.tokens, ov.Type.i64))
         if self._stage.is_last:
             # An inference cannot have no row: without one to sample, row 0 stands in and is not returned.
-            rows = layout.sampled_rows if len(layout.sampled_rows) else np.zeros(1, dtype=np.int32)
+            rows = layout.sampled_rows if len(layout.sampled_rows) else _ROW_0
             ports.append(Port(at[SAMPLED_ROWS], rows, ov.Type.i32))
         return ports
 
