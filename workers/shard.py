@@ -5,7 +5,6 @@ OpenVINO is imported where it is used, so that options can be checked, and a mis
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -13,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from langchain_pshard.core.bundle import MODEL_XML, Manifest, WeightMode, stage_dir
+from langchain_pshard.core.bundle import MODEL_XML, Manifest, stage_dir
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, InvalidOptionError, MissingExtraError
 from langchain_pshard.core.messages import ClientId, DType, Numerics, SliceKind, StreamId
@@ -21,8 +20,7 @@ from workers.runners.runner import Runner, RunSlice, StreamKey
 
 RunnerName = Literal["paged", "stateful"]
 NumericsName = Literal["fast", "exact"]
-InferencePrecision = Literal["f32", "bf16"]
-KvPrecision = Literal["f32", "bf16", "u8"]
+KvPrecision = Literal["f16", "f32", "u8"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
@@ -38,13 +36,8 @@ class Settings:
     device: str = "CPU"
     runner: RunnerName = "paged"
     numerics: NumericsName = "fast"
-    inference_precision: InferencePrecision | None = None
-    """None: f32 under `exact`, bf16 under `fast` where the device computes in it.
-
-    On CPUs with AMX, bf16 products over int4 weights round by the number of rows: a stream's bits then depend on its company. `fast` with
-    f32 (activations still quantized) does not: measured difference 0.0 for 1 to 20 rows on Gemma 3 270M int4."""
     kv_precision: KvPrecision | None = None
-    """None: that of the inference, which alone keeps rewinds exact; u8 halves the memory and gives that up."""
+    """None: f16 under `fast`, f32 under `exact`. u8 halves the memory of f16 and gives up exact rewinds: its keys share scales."""
     threads: int | None = None
     """Inference threads; None leaves the choice to the device."""
     kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES
@@ -55,8 +48,6 @@ class Settings:
     def __post_init__(self) -> None:
         _check_one_of("runner", self.runner, get_args(RunnerName))
         _check_one_of("numerics", self.numerics, get_args(NumericsName))
-        if self.inference_precision is not None:
-            _check_one_of("inference_precision", self.inference_precision, get_args(InferencePrecision))
         if self.kv_precision is not None:
             _check_one_of("kv_precision", self.kv_precision, get_args(KvPrecision))
         if self.threads is not None and self.threads < 1:
@@ -84,8 +75,7 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
         raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
     core = ov.Core()
     _check_device(core, settings)
-    _avoid_amx_crash(manifest, settings)
-    numerics, properties = _choose_numerics(ov, core, settings)
+    numerics, properties = _choose_numerics(ov, settings)
 
     from workers.runners.engine import StageModel
     from workers.runners.paged import PagedRunner
@@ -137,26 +127,13 @@ def _read(core: Any, path: Path) -> Any:
         raise BundleError(f"{path} cannot be read as an OpenVINO model: copy or export it again ({str(error).splitlines()[-1]})") from error
 
 
-def _choose_numerics(ov: ModuleType, core: Any, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
+def _choose_numerics(ov: ModuleType, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
     """The numerics class and the properties that compile a stage into it."""
-    has_bf16 = "BF16" in core.get_property(settings.device, "OPTIMIZATION_CAPABILITIES")
     is_fast = settings.numerics == "fast"
-    inference = settings.inference_precision or ("bf16" if is_fast and has_bf16 else "f32")
-    if inference == "bf16" and not (is_fast and has_bf16):
-        raise InvalidOptionError(
-            f"inference_precision='bf16' does not go with {settings.numerics} numerics on this {settings.device}"
-            f"{'' if has_bf16 else ', which has no bf16'}; valid: f32"
-        )
-    kv = settings.kv_precision or inference
-    if kv not in (inference, "u8"):
-        raise InvalidOptionError(
-            f"kv_precision={kv!r} does not go with {settings.numerics} numerics on this {settings.device}, which computes in {inference};"
-            f" valid: {inference}, u8"
-        )
     properties: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": inference,
-        "KV_CACHE_PRECISION": kv,
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": settings.kv_precision or ("f16" if is_fast else "f32"),
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": _QUANTIZATION_GROUP if is_fast else 0,
         "EXECUTION_MODE_HINT": "PERFORMANCE" if is_fast else "ACCURACY",
     }
@@ -169,34 +146,17 @@ def _choose_numerics(ov: ModuleType, core: Any, settings: Settings) -> tuple[Num
         runner=settings.runner,
         device=settings.device,
         openvino=str(ov.__version__).split("-")[0],
-        inference_precision=inference,
-        kv_precision=kv,
+        inference_precision="f32",
+        kv_precision=properties["KV_CACHE_PRECISION"],
         dynamic_quantization_group_size=int(properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"]),
-        boundary=DType.BF16 if inference == "bf16" else DType.F32,
+        boundary=DType.F32,
     )
     return numerics, properties
 
 
-_QUANTIZATION_GROUP = 32
-"""Values of an activation that share a scale: the CPU plugin's default, stated so that it is the same on every machine."""
-
-
-def _avoid_amx_crash(manifest: Manifest, settings: Settings) -> None:
-    """Keep the CPU plugin from a fusion that kills the process.
-
-    On CPUs with AMX the plugin fuses the matrix products of an MLP for all weights but int4; compiled for one thread that fusion
-    divides by zero (SIGFPE, openvino issue 33300). Without AMX it is not tried. oneDNN reads the variable once, at the process's first
-    compilation: exact numerics, which do not fuse, set it too, for the stages that come later.
-    """
-    threads = settings.threads or _available_cpus()
-    if settings.device == "CPU" and threads == 1 and manifest.weight_mode is not WeightMode.INT4:
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-
-
-def _available_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+_QUANTIZATION_GROUP = 128
+"""Values of an activation that share a scale under `fast`: those that meet one group of int4 weights. Integer sums within a group do not
+depend on how many rows there are; bf16 and plain float32 sums do (docs/decisions/0005-fast-numerics.md)."""
 
 
 def _warm_up(runner: Runner, hidden_size: int | None) -> None:

@@ -46,10 +46,10 @@ def test_prefill_and_rows_of_two_streams() -> None:
     assert as_lists(layout) == {
         "tokens": [5, 6, 7, 8, 9],
         "position_ids": [0, 1, 2, 31, 32],
-        "past_lens": [0, 31, 32],
-        "subsequence_begins": [0, 3, 4, 5],
+        "past_lens": [0, 31, 32, 0],  # the last subsequence is empty
+        "subsequence_begins": [0, 3, 4, 5, 5],
         "block_indices": [10, 20, 20, 21],  # position 32 is the first of the second block
-        "block_indices_begins": [0, 1, 2, 4],
+        "block_indices_begins": [0, 1, 2, 4, 4],
         "max_context_len": 33,
         "sampled_rows": [3, 4],
     }

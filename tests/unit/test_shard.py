@@ -15,8 +15,7 @@ from workers.shard import Settings
     [
         ({"runner": "fastest"}, ["runner='fastest'", "paged, stateful"]),
         ({"numerics": "sloppy"}, ["numerics='sloppy'", "fast, exact"]),
-        ({"inference_precision": "f16"}, ["inference_precision='f16'", "f32, bf16"]),
-        ({"kv_precision": "u4"}, ["kv_precision='u4'", "f32, bf16, u8"]),
+        ({"kv_precision": "u4"}, ["kv_precision='u4'", "f16, f32, u8"]),
         ({"threads": 0}, ["threads=0", "1 or more"]),
         ({"kv_memory_bytes": 0}, ["kv_memory_bytes=0", "1 or more"]),
     ],

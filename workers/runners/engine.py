@@ -20,7 +20,7 @@ SAMPLED_ROWS = "sampled_rows"
 """Input of a last stage, i32 [n]: which rows of the batch the head computes logits for."""
 
 OV_TYPES: Mapping[DType, Any] = {DType.F32: ov.Type.f32, DType.BF16: ov.Type.bf16}
-KV_TYPES: Mapping[str, Any] = {"f32": ov.Type.f32, "bf16": ov.Type.bf16, "u8": ov.Type.u8}
+KV_TYPES: Mapping[str, Any] = {"f32": ov.Type.f32, "f16": ov.Type.f16, "u8": ov.Type.u8}
 
 _AFTER_HEAD = frozenset({"Convert", "Multiply", "Divide", "Tanh"})
 """What may stand between the head's matrix product and the output: casts, Granite's scale, Gemma's soft-cap."""
@@ -101,22 +101,6 @@ def gather_sampled_rows(model: Any, *, axis: int) -> None:
     node.input(0).replace_source_output(picked.output(0))
     model.add_parameters([rows])
     model.validate_nodes_and_infer_types()
-
-
-def with_boundary(stage: StageModel) -> Any:
-    """The stage's model with its hidden input and output in the boundary type.
-
-    Not a matter of bytes alone: the plugin keeps what follows the last matrix product in f32 unless the output itself is bf16, and a
-    stage would end in another precision than the same layers inside the unsplit graph (FACTS: split invariance).
-    """
-    if stage.numerics.boundary is DType.F32:
-        return stage.model
-    prepost = ov.preprocess.PrePostProcessor(stage.model)
-    if not stage.is_first:
-        prepost.input("inputs_embeds").tensor().set_element_type(OV_TYPES[stage.numerics.boundary])
-    if not stage.is_last:
-        prepost.output(0).tensor().set_element_type(OV_TYPES[stage.numerics.boundary])
-    return prepost.build()
 
 
 def share(array: npt.NDArray[Any], element_type: Any) -> Any:

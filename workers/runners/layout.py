@@ -4,7 +4,10 @@ What makes streams independent of their company, and a verified row the same bit
 stage):
 - a PREFILL slice is one subsequence of its n tokens;
 - a ROWS slice is n subsequences of one token each that share the stream's block table, with past lengths start, start + 1, ...; all new
-  K/V are written before attention runs, so a row sees the rows before it.
+  K/V are written before attention runs, so a row sees the rows before it;
+- every batch ends in one subsequence of no token. The CPU plugin computes a batch of fewer rows than it has threads by another kernel,
+  which splits a context over the threads and sums it in another order; an empty subsequence costs nothing and rules that kernel out. With
+  it the bits depend on neither company nor thread count (docs/decisions/0005-fast-numerics.md).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ Signature = tuple[tuple[BlockTable, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A batch as paged attention wants it: n subsequences, t tokens in all."""
+    """A batch as paged attention wants it: n subsequences, the last one empty, t tokens in all."""
 
     tokens: Int64s  # [t]
     position_ids: Int64s  # [t]
@@ -55,7 +58,7 @@ class Layout:
             self.tokens[begin:end] = piece.tokens
             self.position_ids[begin:end] = range(piece.start, piece.start + len(piece.tokens))
             begin = end
-        self.past_lens[:] = self.position_ids  # every row is a subsequence
+        self.past_lens[:-1] = self.position_ids  # every row is a subsequence
         self.max_context_len[...] = self.position_ids.max() + 1
         return True
 
@@ -92,18 +95,24 @@ def lay_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Layout:
             blocks.extend(table.blocks[: num_blocks_for(past + 1)] for past in range(piece.start, end))
         num_tokens += count
         sampled.extend(range(num_tokens - piece.num_sampled, num_tokens))
+    past_lens.append(0)
+    lengths.append(0)
+    blocks.append(_NO_BLOCKS)
     single = len(slices) == 1
     return Layout(
         tokens=(slices[0].tokens if single else np.concatenate([piece.tokens for piece in slices])).astype(np.int64),
         position_ids=_ranges([(piece.start, len(piece.tokens)) for piece in slices]),
         past_lens=np.array(past_lens, dtype=np.int32),
         subsequence_begins=_begins(lengths),
-        block_indices=blocks[0] if len(blocks) == 1 else np.concatenate(blocks),
+        block_indices=np.concatenate(blocks),
         block_indices_begins=_begins([len(indices) for indices in blocks]),
         max_context_len=np.array(max(past + length for past, length in zip(past_lens, lengths, strict=True)), dtype=np.int32),
         sampled_rows=np.array(sampled, dtype=np.int32),
         signature=_signature(slices, tables),
     )
+
+
+_NO_BLOCKS: Int32s = np.zeros(0, dtype=np.int32)
 
 
 def _ranges(spans: list[tuple[int, int]]) -> Int64s:

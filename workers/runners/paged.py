@@ -28,7 +28,6 @@ from workers.runners.engine import (
     infer,
     input_indices,
     share,
-    with_boundary,
 )
 from workers.runners.layout import Layout, lay_out
 from workers.runners.runner import Logits, RunSlice, StreamKey
@@ -140,7 +139,7 @@ def _compile(stage: StageModel) -> Any:
     model.validate_nodes_and_infer_types()
     if stage.is_last:
         gather_sampled_rows(model, axis=0)
-    return stage.compile(with_boundary(stage))
+    return stage.compile(stage.model)
 
 
 def _set_windows(model: Any, stage: StageModel) -> None:

@@ -32,7 +32,6 @@ from workers.runners.engine import (
     infer,
     input_indices,
     share,
-    with_boundary,
 )
 from workers.runners.runner import Logits, RunSlice, StreamKey
 
@@ -123,7 +122,7 @@ class StatefulRunner:
         self._stage = stage
         if stage.is_last:
             gather_sampled_rows(stage.model, axis=1)
-        self._compiled = stage.compile(with_boundary(stage))
+        self._compiled = stage.compile(stage.model)
         self._inputs = input_indices(self._compiled)
         self._beam_idx = np.zeros(1, dtype=np.int32)  # one sequence per request: the only valid row is 0
         self._streams: dict[StreamKey, _Stream] = {}
