@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import nncf
@@ -25,11 +26,33 @@ _EMBEDDING_PREFIX = "__module.embed_tokens/"
 _HEAD_PREFIX = "__module.lm_head/"
 # Group sizes are halved down to this where the asked one does not divide a channel count; below it a weight becomes int8.
 _SMALLEST_GROUP = 32
+_LARGEST_ACTIVATION_GROUP = 128  # 256 was measured not to be exact
 
 
 def embedding_and_head_mode(mode: WeightMode) -> WeightMode:
     """How the embedding and the head are stored: int8 where the layers are int4, else like the layers."""
     return WeightMode.INT8 if mode is WeightMode.INT4 else mode
+
+
+def activation_group_size(channel_counts: Iterable[int], mode: WeightMode, group_size: int) -> int:
+    """Values of an activation that may share a scale at run time, so that groups of activations never straddle groups of weights. Pure.
+
+    The CPU plugin quantizes a product's activations only where the group divides its input; a product left out would be summed in float32,
+    whose last bits depend on the number of rows (docs/decisions/0005-fast-numerics.md).
+
+    Args:
+        channel_counts: input sizes of all matrices that are compressed.
+        mode: mode of the decoder layers.
+        group_size: int4 weights per scale, as asked for.
+
+    Returns:
+        128, 64 or 32; 0 when nothing is compressed or some matrix takes none of them.
+    """
+    if mode not in (WeightMode.INT4, WeightMode.INT8):
+        return 0
+    largest = min(group_size, _LARGEST_ACTIVATION_GROUP) if mode is WeightMode.INT4 else _LARGEST_ACTIVATION_GROUP
+    group = math.gcd(largest, *channel_counts)
+    return group if group >= _SMALLEST_GROUP else 0
 
 
 def compress_stage(model: ov.Model, mode: WeightMode, group_size: int) -> ov.Model:

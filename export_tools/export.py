@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from export_tools.architectures import ModelShape
-from export_tools.compress import compress_stage, embedding_and_head_mode, save_stage
+from export_tools.compress import activation_group_size, compress_stage, embedding_and_head_mode, save_stage
 from export_tools.convert import convert_stage
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
@@ -129,6 +129,11 @@ def _weight_bytes(model: Any, weights: WeightMode) -> tuple[list[float], float]:
     return layers, model.lm_head.weight.numel() * head_bits / 8
 
 
+def _channel_counts(model: Any) -> set[int]:
+    """Input sizes of all the matrices of a model."""
+    return {module.in_features for module in model.modules() if hasattr(module, "in_features")}
+
+
 def _manifest(
     source: Source,
     loaded: LoadedModel,
@@ -155,6 +160,7 @@ def _manifest(
         embedding_mode=embedding_and_head_mode(weights),
         head_mode=embedding_and_head_mode(weights),
         group_size=group_size if weights is WeightMode.INT4 else None,
+        activation_group_size=activation_group_size(_channel_counts(loaded.model), weights, group_size),
         stages=stages,
         tokenizer_files=tokenizer_files,
         exported_with={package: _version(package) for package in _SHAPED_BY},

@@ -75,7 +75,7 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
         raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
     core = ov.Core()
     _check_device(core, settings)
-    numerics, properties = _choose_numerics(ov, settings)
+    numerics, properties = _choose_numerics(ov, manifest, settings)
 
     from workers.runners.engine import StageModel
     from workers.runners.paged import PagedRunner
@@ -127,14 +127,14 @@ def _read(core: Any, path: Path) -> Any:
         raise BundleError(f"{path} cannot be read as an OpenVINO model: copy or export it again ({str(error).splitlines()[-1]})") from error
 
 
-def _choose_numerics(ov: ModuleType, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
+def _choose_numerics(ov: ModuleType, manifest: Manifest, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
     """The numerics class and the properties that compile a stage into it."""
     is_fast = settings.numerics == "fast"
     properties: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
         "KV_CACHE_PRECISION": settings.kv_precision or ("f16" if is_fast else "f32"),
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": _QUANTIZATION_GROUP if is_fast else 0,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": manifest.activation_group_size if is_fast else 0,
         "EXECUTION_MODE_HINT": "PERFORMANCE" if is_fast else "ACCURACY",
     }
     if settings.threads is not None:
@@ -152,11 +152,6 @@ def _choose_numerics(ov: ModuleType, settings: Settings) -> tuple[Numerics, dict
         boundary=DType.F32,
     )
     return numerics, properties
-
-
-_QUANTIZATION_GROUP = 128
-"""Values of an activation that share a scale under `fast`: those that meet one group of int4 weights. Integer sums within a group do not
-depend on how many rows there are; bf16 and plain float32 sums do (docs/decisions/0005-fast-numerics.md)."""
 
 
 def _warm_up(runner: Runner, hidden_size: int | None) -> None:

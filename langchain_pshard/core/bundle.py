@@ -119,6 +119,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     embedding_mode: WeightMode
     head_mode: WeightMode
     group_size: int | None
+    """int4 weights that share a scale, where it divides a matrix's channels; None in other modes."""
+    activation_group_size: int
+    """Values of an activation that share a scale under fast numerics: a power of two that divides the input of every matrix and every
+    group of its weights. 0 when there is none, or when weights are not compressed: activations are not quantized then."""
     stages: tuple[StageEntry, ...]
     tokenizer_files: tuple[FileEntry, ...]
     exported_with: dict[str, str]

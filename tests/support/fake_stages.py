@@ -65,6 +65,7 @@ def make_manifest(num_stages: int, tokenizer_files: tuple[FileEntry, ...] = ()) 
         embedding_mode=WeightMode.FP32,
         head_mode=WeightMode.FP32,
         group_size=None,
+        activation_group_size=0,
         stages=tuple(StageEntry(span=LayerSpan(idx, idx + 1), files=()) for idx in range(num_stages)),
         tokenizer_files=tokenizer_files,
         exported_with={},

@@ -42,6 +42,7 @@ def a_manifest(*edges: int, model_name: str = "tiny") -> Manifest:
         embedding_mode=WeightMode.INT8,
         head_mode=WeightMode.INT8,
         group_size=128,
+        activation_group_size=128,
         stages=tuple(
             StageEntry(
                 span=LayerSpan(start, end),

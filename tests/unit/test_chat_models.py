@@ -71,7 +71,14 @@ def test_invoke(serve: Serve) -> None:
         "finish_reason": "stop",
         "model_name": "fake-model",
         "model_provider": "pshard",
-        "timings": {"queue_ms": 1.0, "first_token_ms": 2.0, "decode_ms": 4.0, "tokens_per_s": 500.0, "stage_compute_ms": [1.5]},
+        "timings": {
+            "num_steps": 3,
+            "queue_ms": 1.0,
+            "first_token_ms": 2.0,
+            "decode_ms": 4.0,
+            "tokens_per_s": 500.0,
+            "stage_compute_ms": [1.5],
+        },
     }
     assert client.prompts == ["<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]
     assert connections(client) == [(WORKERS, {"connect_timeout_s": 30.0})]

@@ -86,4 +86,5 @@ def test_the_next_token_of_the_same_streams_moves() -> None:
     tables = [table(0), table(10)]
     layout = lay_out([piece(1, 3, [5], SliceKind.ROWS), piece(2, 40, [6], SliceKind.ROWS)], tables)
     assert layout.move([piece(1, 4, [7], SliceKind.ROWS), piece(2, 41, [8], SliceKind.ROWS)], tables)
-    assert layout.position_ids.tolist() == layout.past_lens.tolist() == [4, 41]
+    assert layout.position_ids.tolist() == [4, 41]
+    assert layout.past_lens.tolist() == [4, 41, 0]

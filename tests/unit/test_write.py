@@ -30,6 +30,7 @@ def manifest_of(folder: Path, name: str) -> Manifest:
         embedding_mode=WeightMode.FP32,
         head_mode=WeightMode.FP32,
         group_size=None,
+        activation_group_size=0,
         stages=(StageEntry(span=LayerSpan(0, 1), files=(describe_file(folder, folder / "weights.bin"),)),),
         tokenizer_files=(),
         exported_with={},
