@@ -29,6 +29,8 @@ TOKENIZER_DIR = "tokenizer"
 MODEL_XML = "openvino_model.xml"
 MODEL_BIN = "openvino_model.bin"
 _HASH_CHUNK_BYTES = 1 << 20
+_ADDED_LATER = ("runners", "verification")
+"""Fields of the manifest that came after its first form; each has a default that means what its absence meant."""
 
 Fingerprint = NewType("Fingerprint", str)
 """Hexadecimal sha256 over the canonical manifest; two shards belong together exactly when theirs are equal."""
@@ -95,6 +97,20 @@ class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.num_bytes for file in self.files)
 
 
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """Shards against the unsplit model over a few short texts, in float32 on the exporting machine."""
+
+    num_texts: int
+    num_tokens: int
+    max_logit_difference: float
+    largest_logit: float
+    """Of the unsplit model, in absolute value: the scale of the difference."""
+    token_agreement: float
+    """Share of positions at which both find the same token most likely."""
+    perplexity_before: float
+    perplexity_after: float
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a bundle says about itself.
 
@@ -128,6 +144,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exported_with: dict[str, str]
     """Package name to version, of everything that shaped the graphs."""
     fingerprint: Fingerprint = Fingerprint("")
+    runners: tuple[str, ...] = ("paged", "stateful")
+    """Engines that can run the graphs: attention with capped scores (Gemma 2) has no paged form."""
+    verification: Verification | None = None
+    """None: the export was told not to verify."""
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
@@ -159,7 +179,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def computed_fingerprint(self) -> Fingerprint:
         unsealed = msgspec.structs.replace(self, fingerprint="") if self.fingerprint else self
-        canonical = msgspec.json.encode(unsealed, order="deterministic")
+        fields = msgspec.to_builtins(unsealed, order="deterministic")
+        for name in _ADDED_LATER:  # where they say nothing, a bundle made before them keeps its fingerprint
+            if fields[name] == msgspec.to_builtins(_default_of(name)):
+                del fields[name]
+        canonical = msgspec.json.encode(fields)
         return Fingerprint(hashlib.sha256(canonical).hexdigest())
 
     def sealed(self) -> Manifest:
@@ -184,6 +208,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not manifest.fingerprint:
             raise BundleError(f"{origin} carries no fingerprint: the export did not finish; export again")
         return manifest
+
+
+def _default_of(name: str) -> object:
+    return next(field.default for field in msgspec.structs.fields(Manifest) if field.name == name)
 
 
 def load_manifest(bundle: Path) -> Manifest:
