@@ -9,12 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import split
+from benchmarks import export_memory, export_time, split
 from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
+    "export-memory": export_memory.run,
+    "export-time": export_time.run,
     "split": split.run,
 }
 """Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""
@@ -33,7 +35,7 @@ def main() -> int:
     console = Console()
     if options.name == "list":
         for name, function in BENCHES.items():
-            console.print(f"{name:12} {_description(function)}", highlight=False)
+            console.print(f"{name:14} {_description(function)}", highlight=False)
         return 0
     try:
         report = BENCHES[options.name](Console(stderr=True))

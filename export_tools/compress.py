@@ -90,7 +90,7 @@ def activation_group_size(channel_counts: Iterable[int], modes: WeightModes) -> 
 
 
 def compress_stage(model: ov.Model, modes: WeightModes) -> ov.Model:
-    """Store the weights of a stage as `modes` says; fp16 and fp32 layers are left to `save_stage`.
+    """Store the weights of a stage as `modes` says; a model that is fp16 throughout is left to `save_stage`.
 
     Args:
         model: a stage from `make_stateful`.
@@ -117,22 +117,27 @@ def compress_stage(model: ov.Model, modes: WeightModes) -> ov.Model:
             compressed = {name for name, mode in in_mode.items() if mode is WeightMode.INT4}
             rest = {name: mode for name, mode in in_mode.items() if name not in compressed}
             model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM, ignored_scope=_all_but(WeightMode.INT8, rest))
-    if modes.layers is not WeightMode.FP16:
-        _halve(model, {name for name, mode in ends.items() if mode is WeightMode.FP16})
+    if not _is_halved_whole(modes):
+        _halve(model, {name for name, mode in in_mode.items() if mode is WeightMode.FP16})
     return model
 
 
 def save_stage(model: ov.Model, xml: Path, modes: WeightModes) -> None:
-    """Write the .xml and .bin of a stage; layers of every mode but fp16 keep what is not compressed (norms, scales) as it is.
+    """Write the .xml and .bin of a stage; in every mode but fp16 throughout, what is not compressed (norms, scales) stays as it is.
 
     Raises:
         UsageError: OpenVINO could not write the files.
     """
     _number_nodes(model)
     try:
-        ov.save_model(model, xml, compress_to_fp16=modes.layers is WeightMode.FP16)
+        ov.save_model(model, xml, compress_to_fp16=_is_halved_whole(modes))
     except RuntimeError as error:  # all OpenVINO raises, a full disk included
         raise UsageError(f"cannot write {xml}: {error}; is the disk full?") from error
+
+
+def _is_halved_whole(modes: WeightModes) -> bool:
+    """Whether OpenVINO halves the whole graph while it writes; it leaves graphs alone that NNCF has touched."""
+    return modes.layers is modes.embedding is modes.head is WeightMode.FP16
 
 
 def _number_nodes(model: ov.Model) -> None:
