@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from langchain_pshard.core.errors import InferenceError
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
 from workers.runners.runner import Logits, RunSlice, StreamKey
+
+MAX_LOGIT = 1e30
+"""No model comes near. Beyond it, and with what is no number at all, penalties and softmax have no meaning."""
 
 
 @dataclass(slots=True)
@@ -65,10 +70,14 @@ class Head:
 
         Returns:
             One result per slice, in order; its tokens are empty when nothing was sampled.
+
+        Raises:
+            InferenceError: a row is no distribution over tokens: its highest logit is NaN or out of all bounds. Nothing was remembered.
         """
         assert len(logits) == sum(piece.num_sampled for piece in slices), "one row of logits per sampled position"
         # One call for all rows: most streams are greedy, and argmax over rows costs no more than over one.
         highest = logits.argmax(axis=1).astype("<i4") if len(logits) else np.empty(0, "<i4")
+        _check_rows(logits, highest, slices)
         results: list[SliceResult] = []
         row = 0
         for piece in slices:
@@ -82,6 +91,20 @@ class Head:
             else:
                 results.append(_sample_rows(stream, piece, logits[rows]))
         return results
+
+
+def _check_rows(logits: Logits, highest: npt.NDArray[np.int32], slices: Sequence[RunSlice]) -> None:
+    """Refuse rows that cannot be sampled. The highest logit tells: argmax prefers NaN to any number."""
+    tops = np.abs(logits[np.arange(len(logits)), highest])
+    if (tops <= MAX_LOGIT).all():
+        return
+    row = int(np.flatnonzero(~(tops <= MAX_LOGIT))[0])
+    ends = np.cumsum([piece.num_sampled for piece in slices])
+    stream = slices[int(np.searchsorted(ends, row, side="right"))].key.stream
+    raise InferenceError(
+        f"the logits of stream {stream} are not finite (the highest is {tops[row]}): the weights are damaged, or a number in the model's"
+        " layers grew out of range; try --numerics exact, or another prompt"
+    )
 
 
 def _is_plain(params: SamplingParams) -> bool:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
 import psutil
 
+from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import BundleError, InferenceError, PShardError
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
@@ -168,13 +170,14 @@ class Server:
         started_s = self._clock()
         try:
             output = self._runners[run.stage_idx].run(run.slices, run.hidden)
+            if self._worker.stage(run.stage_idx).shape.is_last:
+                results = self._sampler.sample(cast(Logits, output), run.slices)
+                return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
+            _check_finite(output, run)
         except InferenceError as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
-        if not self._worker.stage(run.stage_idx).shape.is_last:
-            return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
-        results = self._sampler.sample(cast(Logits, output), run.slices)
-        return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
+        return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
 
     def _open(self, wanted: OpenStream) -> PShardError | None:
         try:
@@ -217,4 +220,18 @@ class Server:
             num_steps=stage.num_steps,
             num_tokens=stage.num_tokens,
             compute_ms=1e3 * stage.compute_s,
+        )
+
+
+def _check_finite(hidden: Tensor, run: Run) -> None:
+    """Stop what is no number at the stage where it comes up: the next one could not tell whose fault it is.
+
+    Raises:
+        InferenceError: naming the streams of the run.
+    """
+    if hidden.dtype == np.float32 and not np.isfinite(hidden).all():
+        streams = ", ".join(str(piece.key.stream) for piece in run.slices)
+        raise InferenceError(
+            f"the hidden states of stream {streams} are not finite: the weights are damaged, or a number in the model's layers grew out of"
+            " range; try --numerics exact, or another prompt"
         )

@@ -190,13 +190,13 @@ class Worker:
     def _greet(self, hello: Hello) -> Welcome | Refused:
         if hello.protocol == PROTOCOL_VERSION:
             return self._identity.welcome(hello.request)
-        older, newer = ("you", "this worker") if hello.protocol < PROTOCOL_VERSION else ("this worker", "you")
+        older, newer = ("yourself", "this worker's") if hello.protocol < PROTOCOL_VERSION else ("this worker", "your")
         return Refused(
             request=hello.request,
             code=ProtocolError.code,
             message=(
                 f"you speak protocol {hello.protocol} (PShard {hello.software}), worker {self._identity.worker} speaks"
-                f" {PROTOCOL_VERSION} (PShard {self._identity.software}): upgrade {older} to the version of {newer}"
+                f" {PROTOCOL_VERSION} (PShard {self._identity.software}): upgrade {older} to {newer} version"
             ),
         )
 

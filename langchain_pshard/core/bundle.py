@@ -130,11 +130,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fingerprint: Fingerprint = Fingerprint("")
 
     def __post_init__(self) -> None:
-        if self.format_version != FORMAT_VERSION:
-            raise BundleError(
-                f"bundle format version {self.format_version} cannot be read; this version of PShard reads {FORMAT_VERSION}:"
-                " export the model again"
-            )
+        _check_version(self.format_version)
         edges = [0, *(stage.span.end for stage in self.stages)]
         if (
             not self.stages
@@ -178,12 +174,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             BundleError: the bytes are no manifest, or its parts contradict one another.
         """
         try:
+            # First of all and alone: a manifest of another version has other fields, and that is not what is wrong with it.
+            _check_version(msgspec.json.decode(data, type=_Version).format_version)
             manifest = msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BundleError(f"{origin} is not a PShard manifest: {error}") from error
+        except BundleError as error:
+            raise BundleError(f"{origin}: {error}") from error
         if not manifest.fingerprint:
             raise BundleError(f"{origin} carries no fingerprint: the export did not finish; export again")
         return manifest
+
+
+class _Version(msgspec.Struct):
+    """All that manifests of any version have in common."""
+
+    format_version: int
+
+
+def _check_version(format_version: int) -> None:
+    if format_version != FORMAT_VERSION:
+        remedy = "export the model again" if format_version < FORMAT_VERSION else "install the version of PShard that exported it, or newer"
+        raise BundleError(f"bundle format version {format_version} cannot be read; this version of PShard reads {FORMAT_VERSION}: {remedy}")
 
 
 def load_manifest(bundle: Path) -> Manifest:

@@ -19,6 +19,8 @@ Logits = npt.NDArray[np.float32]
 
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+_MIN_TEMPERATURE = 1e-30
+"""Below, float32 has no such number, and nothing changes: all but the highest logits have weight 0 long before."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -53,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
         _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0, at most 1")
         _check("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "0 or more, below 1")
-        _check("repetition_penalty", self.repetition_penalty, 0.0 < self.repetition_penalty <= 10.0, "above 0, at most 10")
+        _check("repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 10.0, "0.01 to 10")
         _check("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 10.0, "-10 to 10")
         _check("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 10.0, "-10 to 10")
         _check("seed", self.seed, 0 <= self.seed <= MAX_SEED, f"0 to {MAX_SEED}")
@@ -127,7 +129,8 @@ def penalized(logits: Logits, params: SamplingParams, history: History) -> Logit
 def _candidates(logits: Logits, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """Token ids that may be drawn and their weights, in id order when every token may be drawn, else most likely first."""
     vocab = logits.shape[0]
-    weights = np.exp((logits - logits.max()) / np.float32(params.temperature)).astype(np.float64)  # the highest is 1
+    scaled = (logits - logits.max()) / np.float32(max(params.temperature, _MIN_TEMPERATURE))
+    weights = np.exp(scaled).astype(np.float64)  # the highest is 1
     if params.min_p > 0.0:
         weights[weights < params.min_p] = 0.0
     if params.top_k == 0 and params.top_p == 1.0:

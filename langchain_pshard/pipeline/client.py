@@ -242,7 +242,10 @@ class PipelineClient:
 def _addresses(workers: Sequence[str]) -> tuple[str, ...]:
     if isinstance(workers, str) or not workers:
         raise InvalidOptionError(f"workers={workers!r} is no list of addresses; valid: ['tcp://host:port', ...], one for each worker")
-    addresses = tuple(str(Address.parse(worker)) for worker in workers)
+    for worker in workers:
+        if not isinstance(worker, str):
+            raise InvalidOptionError(f"workers has {worker!r}, which is no address; valid: 'tcp://host:port'")
+    addresses = tuple(str(Address.parse_peer(worker)) for worker in workers)
     for address in addresses:
         if addresses.count(address) > 1:
             raise InvalidOptionError(f"workers names {address} twice: name every worker once")

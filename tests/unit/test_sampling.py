@@ -95,6 +95,7 @@ def test_logprobs_of_the_chosen_and_the_best() -> None:
         {"top_k": -1},
         {"min_p": 1.0},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
         {"presence_penalty": 11.0},
         {"frequency_penalty": -11.0},
         {"seed": -1},
@@ -105,3 +106,10 @@ def test_nonsense_is_refused_by_name_and_value(options: dict[str, float]) -> Non
     name, value = next(iter(options.items()))
     with pytest.raises(InvalidOptionError, match=f"{name}={value!r}"):
         SamplingParams(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30])
+def test_a_temperature_below_float32_takes_the_highest(temperature: float) -> None:
+    logits = np.array([1.0, 3.0, 2.9999998, 3.0 - 1e-6], dtype=np.float32)
+    params = SamplingParams(temperature=temperature, seed=3)
+    assert {sample(logits, params, position=position, history=History((), ())) for position in range(50)} == {1}
