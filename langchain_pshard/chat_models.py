@@ -151,7 +151,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     async def _aconnect(self) -> Connection:
         # Opening blocks for as long as workers take to load, so not on the loop; it is done once, by whoever comes first.
         connection = self._share.peek()
-        return connection if connection is not None else await asyncio.to_thread(self._connect)
+        return connection if connection is not None and connection.is_whole else await asyncio.to_thread(self._connect)
 
     # --- the four ways to generate --------------------------------------------------------------------------------------
 
@@ -334,6 +334,7 @@ def _pieces(call: _Call) -> Generator[GenerationChunk, None, None]:
             return
         except PShardError as error:
             num_left = _retries_left(error, num_left, has_begun=has_begun)
+            call.connection.mend()
 
 
 async def _apieces(call: _Call) -> AsyncGenerator[GenerationChunk, None]:
@@ -348,6 +349,7 @@ async def _apieces(call: _Call) -> AsyncGenerator[GenerationChunk, None]:
             return
         except PShardError as error:
             num_left = _retries_left(error, num_left, has_begun=has_begun)
+            await asyncio.to_thread(call.connection.mend)
 
 
 def _retries_left(error: PShardError, num_left: int, *, has_begun: bool) -> int:

@@ -68,7 +68,8 @@ def _view(spec: TensorSpec, data: Buffer) -> Tensor:
     # Bounded before they are multiplied or reach numpy, which refuses what it cannot address with errors of its own, zero bytes or not.
     if not 1 <= len(spec.shape) <= MAX_TENSOR_DIMS or not all(0 < size <= MAX_TENSOR_BYTES for size in spec.shape):
         raise ProtocolError(
-            f"tensor of {len(spec.shape)} dimensions, first {list(spec.shape[:MAX_TENSOR_DIMS])}; valid: 1 to {MAX_TENSOR_DIMS}, each above 0"
+            f"tensor of {len(spec.shape)} dimensions, the first {list(spec.shape[:MAX_TENSOR_DIMS])};"
+            f" valid: 1 to {MAX_TENSOR_DIMS}, each above 0"
         )
     num_bytes = prod(spec.shape) * dtype.itemsize
     if num_bytes != len(data) or num_bytes > MAX_TENSOR_BYTES:

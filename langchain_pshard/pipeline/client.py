@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import queue
 import secrets
 import socket
@@ -142,7 +143,7 @@ class PipelineClient:
             An iterator over `GenerationChunk`s, of which the last one has an `end`.
 
         Raises:
-            InvalidOptionError: an empty prompt, or token ids that the vocabulary does not have.
+            InvalidOptionError: a prompt that is empty or neither text nor token ids, or ids that the vocabulary does not have.
             ContextOverflowError: prompt and max_tokens exceed the model's context.
             CapacityError: a stage cannot hold so many positions at all; later, while iterating: room did not come free in time.
             WorkerLostError, WorkerUnreachableError, StateLostError, DeadlineError, InferenceError, ClosedError: while iterating.
@@ -199,7 +200,7 @@ class PipelineClient:
 
     def _request(self, prompt: str | Sequence[int], params: GenerationParams, drafter: Drafter | None) -> MakeRequest:
         """The checked request, but for its sink."""
-        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else _token_ids(prompt)
         self._check_prompt(tokens)
         context_length = self.manifest.context_length
         max_tokens = min(DEFAULT_MAX_TOKENS, context_length - len(tokens)) if params.max_tokens is None else params.max_tokens
@@ -237,6 +238,15 @@ class PipelineClient:
                 f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {needed} KV positions; stage {stage.stage_idx} at"
                 f" {stage.address} holds {stage.kv_capacity_tokens} in all: lower max_tokens, or start that worker with more --kv-memory"
             )
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in prompt)  # numpy's integers too, but no 1.5
+    except TypeError as error:
+        raise InvalidOptionError(
+            f"a prompt of type {type(prompt).__name__} is neither text nor a sequence of token ids: {error}"
+        ) from error
 
 
 def _addresses(workers: Sequence[str]) -> tuple[str, ...]:

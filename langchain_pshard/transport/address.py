@@ -39,7 +39,7 @@ class Address:
         host = host.removeprefix("[").removesuffix("]")
         if not (_is_ipv6(host) if is_bracketed else _HOST_NAME.fullmatch(host)):
             raise InvalidOptionError(
-                f"address {ascii(text)} has no valid host; valid: a host name in ASCII, an IPv4 address, or an IPv6 address in brackets"
+                f"address {text!a} has no valid host; valid: a host name in ASCII, an IPv4 address, or an IPv6 address in brackets"
                 " (to listen on every interface: 0.0.0.0 or [::])"
             )
         return cls(host, int(port))

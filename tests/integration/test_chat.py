@@ -14,7 +14,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.errors import BundleError, WorkerUnreachableError
+from langchain_pshard.core.errors import BundleError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from tests.support.bundles import TinyBundle
 
 PROMPTS = [f"Tell me about {topic}." for topic in ("ships", "snow", "日本", "👩‍👩‍👧", "tea", "<|im_end|>", "chess", "rain")]
@@ -44,6 +44,31 @@ def test_bundle_starts_workers_at_the_first_call_and_ends_them(tiny_bundle: Tiny
         assert asyncio.run(chain.ainvoke({"text": "hello"})) == text
         assert model.get_num_tokens("hello") == num_tokens
     assert len(worker_processes()) == before
+
+
+def test_a_dead_worker_of_its_own_is_started_again_by_the_next_call(tiny_bundle: TinyBundle) -> None:
+    before = set(worker_processes())
+    with ChatPShard(bundle=tiny_bundle("llama", num_stages=2), max_tokens=8, threads=1) as model:
+        text = model.invoke("hello").text
+        for call in (lambda: model.invoke("hello"), lambda: asyncio.run(model.ainvoke("hello"))):
+            victim = (set(worker_processes()) - before).pop()
+            victim.kill()
+            victim.wait(10)
+            assert call().text == text
+        stream = model.stream("hello", max_tokens=1000)
+        next(stream)
+        (set(worker_processes()) - before).pop().kill()
+        with pytest.raises(WorkerLostError):  # text that was delivered cannot be taken back
+            list(stream)
+        assert model.invoke("hello").text == text
+    assert set(worker_processes()) == before
+
+
+@pytest.mark.parametrize("text", ["half \ud800 a character", "<|im_end|>\udfff"])
+def test_half_a_character_is_refused_by_name(model: ChatPShard, text: str) -> None:
+    for call in (model.invoke, model.get_num_tokens, lambda text: next(model.stream(text)), lambda text: asyncio.run(model.ainvoke(text))):
+        with pytest.raises(InvalidOptionError, match=r"lone surrogate \(U\+D"):
+            call(text)
 
 
 def test_stop_is_the_same_in_every_way_of_calling(model: ChatPShard) -> None:
