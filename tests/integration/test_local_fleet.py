@@ -184,7 +184,7 @@ def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path
     bundle = bundles[2]
     with pytest.raises(InvalidOptionError, match="num_threads"):
         LocalFleet(bundle, num_threads=0)
-    with pytest.raises(InvalidOptionError, match="worker of stage . refuses its options: .*'lots' is not a size"):
+    with pytest.raises(InvalidOptionError, match=r"worker of stage . refuses its options: .*'lots' is not a size"):
         LocalFleet(bundle, kv_memory="lots")
     with pytest.raises(WorkerUnreachableError, match=r"not ready within 0\.1 s"):
         LocalFleet(bundle, start_timeout_s=0.1)

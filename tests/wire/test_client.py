@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,6 +334,18 @@ def test_connect_refuses_what_is_no_chain(fleet: FakeFleet, tmp_path: Path) -> N
         PipelineClient.connect([fleet.addresses[0], fleet.addresses[0]])
     with pytest.raises(InvalidOptionError, match="no list of addresses"):
         PipelineClient.connect(fleet.addresses[0])
+    with pytest.raises(InvalidOptionError, match="no address"):
+        PipelineClient.connect([fleet.addresses[0], None])  # type: ignore[list-item]
+    with pytest.raises(InvalidOptionError, match="no valid host"):
+        PipelineClient.connect([fleet.addresses[0], "tcp://*:7000"])
+    with pytest.raises(InvalidOptionError, match="port 0"):
+        PipelineClient.connect([fleet.addresses[0], "tcp://127.0.0.1:0"])
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [None], ["a"], None, 7])
+def test_prompts_that_are_neither_text_nor_tokens_are_refused(fleet: FakeFleet, tmp_path: Path, prompt: Any) -> None:
+    with connect(fleet, tmp_path) as client, pytest.raises(InvalidOptionError, match="neither text nor a sequence of token ids"):
+        client.generate(prompt)
 
 
 def test_addresses_in_any_order_and_cache_is_used(fleet: FakeFleet, tmp_path: Path) -> None:
