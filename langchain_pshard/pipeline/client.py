@@ -295,7 +295,9 @@ def _probed(addresses: Sequence[str]) -> str:
     for text in addresses:
         address = Address.parse(text)
         try:
-            socket.create_connection((address.host, address.port), timeout=_PROBE_TIMEOUT_S).close()
+            with socket.socket(socket.AF_INET6 if address.is_ipv6 else socket.AF_INET) as probe:  # as the transport dials
+                probe.settimeout(_PROBE_TIMEOUT_S)
+                probe.connect((address.host, address.port))
         except OSError as error:
             found.append(f"{text}: no connection ({error.strerror or error}); is the worker started, and the address right?")
         else:

@@ -1,4 +1,4 @@
-"""Addresses as users write them: `tcp://host:port`, IPv6 hosts in brackets."""
+"""Addresses as users write them: `tcp://host:port`, IPv6 hosts in brackets. A host name stands for its IPv4 address."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ class Address:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether the host is an IPv6 address. Names are not: they stand for their IPv4 address."""
+        return ":" in self.host
 
     @property
     def is_loopback(self) -> bool:
