@@ -15,7 +15,7 @@ from export_tools.progress import Progress, SilentProgress
 from export_tools.source import LoadedModel, Source, identify, load
 from export_tools.stage_module import cut_stage
 from export_tools.stateful import make_stateful
-from export_tools.write import BundleDraft, check_target, drafting
+from export_tools.write import BundleDraft, check_space, check_target, drafting
 from langchain_pshard.core.bundle import (
     FORMAT_VERSION,
     MODEL_BIN,
@@ -66,7 +66,7 @@ def export_bundle(
         InvalidOptionError: options that contradict one another, the model or the target.
         SourceError: the model is missing or damaged.
         UnsupportedModelError: the model cannot be cut.
-        UsageError: the bundle cannot be written.
+        UsageError: the bundle cannot be written, or the disk has no room for it.
     """
     progress = progress or SilentProgress()
     if group_size < 16 or group_size & (group_size - 1):
@@ -82,6 +82,7 @@ def export_bundle(
         spans = balanced_spans(*_weight_bytes(loaded.model, weights), num_stages or 1)
     else:
         spans = spans_from_counts(layers, found.shape.num_layers, num_stages)
+    check_space(out, _bundle_bytes(loaded.model, weights))
     with drafting(out) as draft:
         stages = tuple(_write_stages(draft, loaded, found.shape, spans, weights, group_size, progress))
         tokenizer_files = _write_tokenizer(draft, loaded)
@@ -127,6 +128,13 @@ def _weight_bytes(model: Any, weights: WeightMode) -> tuple[list[float], float]:
     head_bits = _BITS[embedding_and_head_mode(weights)]
     layers = [sum(tensor.numel() for tensor in layer.parameters()) * _BITS[weights] / 8 for layer in model.model.layers]
     return layers, model.lm_head.weight.numel() * head_bits / 8
+
+
+def _bundle_bytes(model: Any, weights: WeightMode) -> int:
+    """Size of the bundle's weights, a little less than it will be: scales and graphs come on top."""
+    layers, head = _weight_bytes(model, weights)
+    embedding = model.model.embed_tokens.weight.numel() * _BITS[embedding_and_head_mode(weights)] / 8
+    return int(sum(layers) + head + embedding)
 
 
 def _channel_counts(model: Any) -> set[int]:

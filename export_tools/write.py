@@ -19,11 +19,39 @@ from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that must not be replaced, before any work is done.
+    """Refuse a target that must not or cannot be written, before any work is done. Leaves nothing behind.
 
     Raises:
         InvalidOptionError: something is there and `overwrite` is not set, or what is there is no bundle.
+        UsageError: nothing can be written there.
     """
+    _check_replaceable(target, overwrite=overwrite)
+    with _disk_errors(target):  # by doing it: permissions say little to root, and nothing of mounts
+        probe = _existing_parent(target) / f".{secrets.token_hex(4)}.probe"
+        probe.mkdir()
+        probe.rmdir()
+
+
+def check_space(target: Path, num_bytes: int) -> None:
+    """Refuse a bundle of about `num_bytes` that the disk has no room for.
+
+    Raises:
+        UsageError: with needed and free MiB.
+    """
+    parent = _existing_parent(target)
+    free = shutil.disk_usage(parent).free
+    if num_bytes > free:
+        raise UsageError(
+            f"the bundle {target} takes about {num_bytes / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free at {parent}: make room,"
+            " choose another disk, or smaller weights (--weights int4)"
+        )
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(folder for folder in target.absolute().parents if folder.exists())
+
+
+def _check_replaceable(target: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     is_empty = target.is_dir() and not any(target.iterdir())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from export_tools.write import check_target, drafting
+from export_tools.write import check_space, check_target, drafting
 from langchain_pshard.core.bundle import LayerSpan, Manifest, StageEntry, WeightMode, describe_file, load_manifest
 from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
@@ -107,3 +107,18 @@ def test_targets_that_must_not_be_replaced(tmp_path: Path) -> None:
     for precious in (tmp_path / "photos", tmp_path / "photos" / "cat.jpg"):
         with pytest.raises(InvalidOptionError, match="is not a bundle"):
             check_target(precious, overwrite=True)
+
+
+def test_what_cannot_be_written_is_found_before_any_work(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(UsageError, match=f"cannot write the bundle .*{file.name}"):
+        check_target(file / "deep" / "bundle", overwrite=False)
+    check_target(tmp_path / "not" / "yet" / "there", overwrite=False)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_full_disk_is_told_with_both_figures(tmp_path: Path) -> None:
+    check_space(tmp_path / "new" / "bundle", 1 << 10)
+    with pytest.raises(UsageError, match=r"takes about 1099511627776 MiB, and \d+ MiB are free at"):
+        check_space(tmp_path / "new" / "bundle", 1 << 60)
