@@ -159,7 +159,7 @@ def _prefill(
     """
     without_head = [(span, time_ms) for span, time_ms in zip(spans, times_ms, strict=True) if span.end < len(kinds)]
     if not without_head:  # a model of one layer: the head's share is taken for a decoded row's
-        return {kind: times_ms[0] for kind in kinds}, 0.0
+        return dict.fromkeys(kinds, times_ms[0]), 0.0
     _, layer_ms, embedding_ms, _ = solve([span for span, _ in without_head], [time_ms for _, time_ms in without_head], kinds)
     known = {kind for span, _ in without_head for kind in kinds[span.start : span.end]}
     decode_ms = sum(layer_decode[kind] for kind in known)
@@ -230,4 +230,3 @@ def _fastest_ms(actions: Sequence[Callable[[], None]], rounds: int) -> list[floa
             action()
             times_ms[idx][turn] = 1e3 * (time.perf_counter() - started_s)
     return [min(times) for times in times_ms]
-

@@ -14,6 +14,7 @@ from export_tools.compress import activation_group_size, compress_stage, embeddi
 from export_tools.convert import convert_stage
 from export_tools.costs import PartBytes, layer_kinds, measure_costs
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
+from export_tools.profile import BITS
 from export_tools.progress import Progress, SilentProgress
 from export_tools.source import LoadedModel, Source, identify, load
 from export_tools.stage_module import cut_stage
@@ -35,7 +36,6 @@ from langchain_pshard.core.bundle import (
 )
 from langchain_pshard.core.errors import InvalidOptionError
 
-_BITS = {WeightMode.INT4: 4, WeightMode.INT8: 8, WeightMode.FP16: 16, WeightMode.FP32: 32}
 _SHAPED_BY = ("langchain-pshard", "nncf", "openvino", "torch", "transformers")
 
 
@@ -133,9 +133,9 @@ def _write_tokenizer(draft: BundleDraft, loaded: LoadedModel) -> tuple[FileEntry
 
 def part_bytes(model: Any, weights: WeightMode) -> PartBytes:
     """Stored bytes of a model's layers, embedding and head; its weights may be on the meta device."""
-    end_bits = _BITS[embedding_and_head_mode(weights)]
+    end_bits = BITS[embedding_and_head_mode(weights)]
     return PartBytes(
-        layers=tuple(sum(tensor.numel() for tensor in layer.parameters()) * _BITS[weights] // 8 for layer in model.model.layers),
+        layers=tuple(sum(tensor.numel() for tensor in layer.parameters()) * BITS[weights] // 8 for layer in model.model.layers),
         embedding=model.model.embed_tokens.weight.numel() * end_bits // 8,
         head=model.lm_head.weight.numel() * end_bits // 8,
     )

@@ -323,10 +323,8 @@ def _planned(stages: _NodeStages, links: _Links, span: LayerSpan, node_idx: int,
     at = span.start, span.end
     hop_ms = float(links.hops.leave[node_idx] if next_idx is None else links.hops.between[node_idx, next_idx])
     decode_ms = float(stages.decode_ms[at])
-    if not stages.can_grow(span):
-        limit = Limit.MEMORY
-    else:
-        limit = Limit.LINK if hop_ms > decode_ms else Limit.SPEED
+    slower = Limit.LINK if hop_ms > decode_ms else Limit.SPEED
+    limit = slower if stages.can_grow(span) else Limit.MEMORY
     return PlannedStage(
         node=stages.node.name,
         span=span,
@@ -358,7 +356,7 @@ def _too_small(model: ModelProfile, nodes: Sequence[Node], context_tokens: int) 
     kv = model.kv_layer_bytes * context_tokens * len(model.layers)
     offered = ", ".join(f"{node.name} {_gib(node.memory_bytes)}" for node in nodes)
     return (
-        f"the fleet cannot hold {model.name}: its weights need {_gib(weights)}, the KV of {context_tokens} tokens {_gib(kv)} and each worker"
+        f"the fleet cannot hold {model.name}: its weights need {_gib(weights)}, the KV of {context_tokens} tokens {_gib(kv)}, each worker"
         f" {_gib(WORKER_BYTES)}; the nodes offer {_gib(sum(node.memory_bytes for node in nodes))} ({offered}), in whole layers:"
         " add memory or nodes, lower --context, or use a smaller weight mode"
     )

@@ -137,8 +137,8 @@ class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.num_bytes for file in self.files)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a bundle says about itself.
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a bundle says about itself. Fields that are None by default are not written, so that a new one changes no older fingerprint.
 
     Invariants, checked on construction: spans are contiguous from 0 to `num_layers`; `attention_windows` has one entry a
     layer; there is at least one stage; a stored fingerprint equals the computed one.

@@ -3,7 +3,7 @@
 A layer's cost that the exporter measured on one machine says what it costs on another one only if both have measured the same thing. So
 this stands in the core, which exporter and worker share. The core imports no engine: whoever measures hands over the `openvino` module.
 
-The reference machine is one core of an Intel Xeon (Sapphire Rapids, 2.1 GHz) with OpenVINO 2026.4; a machine of speed 2 needs half its time.
+The reference is one core of an Intel Xeon (Sapphire Rapids, 2.1 GHz) with OpenVINO 2026.4; a machine of speed 2 needs half its time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ _INTERMEDIATE = 3072
 _HEADS, _HEAD_DIM, _CONTEXT = 16, 64, 256
 _GROUP = 128  # of int4 weights and of quantized activations
 _DECODE_ROUNDS, _PREFILL_ROUNDS = 40, 6
+
+YARDSTICK_PARAMETERS = _NUM_LAYERS * (4 * _HIDDEN * _HIDDEN + 3 * _HIDDEN * _INTERMEDIATE)
+YARDSTICK_BYTES = YARDSTICK_PARAMETERS // 2
+"""What a decoded row reads, scales aside: 41 MB, more than most caches hold."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -103,9 +107,7 @@ def _attention(ov: ModuleType, opset: Any, rng: np.random.Generator, hidden: Any
 
 
 def _feed_forward(ov: ModuleType, opset: Any, rng: np.random.Generator, hidden: Any) -> Any:
-    gated = opset.multiply(
-        opset.swish(_project(ov, opset, rng, hidden, _INTERMEDIATE)), _project(ov, opset, rng, hidden, _INTERMEDIATE)
-    )
+    gated = opset.multiply(opset.swish(_project(ov, opset, rng, hidden, _INTERMEDIATE)), _project(ov, opset, rng, hidden, _INTERMEDIATE))
     return opset.tanh(_project(ov, opset, rng, gated, _HIDDEN, num_in=_INTERMEDIATE))  # tanh keeps the numbers small
 
 

@@ -178,7 +178,7 @@ def test_what_limits_each_stage() -> None:
     assert plan.stages[0].kv_bytes == 2 * MIB
     far = [node("a", 450, latency_ms=50), node("b", 450, latency_ms=50)]
     plan = plan_fleet(EVEN, far, CLIENT, users=Users.ONE, context_tokens=16)
-    assert {stage.limit for stage in plan.stages} == {Limit.LINK}
+    assert Limit.LINK in {stage.limit for stage in plan.stages}
     assert plan.alone is None
 
 
