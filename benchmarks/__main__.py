@@ -9,12 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import split
+from benchmarks import balance, split
 from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
+    "balance": balance.run,
     "split": split.run,
 }
 """Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""
