@@ -10,7 +10,6 @@ than itself, and what a decoded token costs there is still the weights it reads.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +27,7 @@ from export_tools.progress import Progress
 from export_tools.stage_module import StageModule
 from export_tools.stateful import make_stateful
 from langchain_pshard.core.bundle import LayerSpan, ModelCosts, PartCost, WeightMode
-from langchain_pshard.core.yardstick import fast_properties, measure_speed
+from langchain_pshard.core.yardstick import Yardstick, fast_properties, fastest_ms, machine_speed
 
 PREFILL_TOKENS = 64
 _PREFILL_ROUNDS = 4
@@ -129,10 +128,9 @@ def measure_costs(
             _Timer(stage, shape, is_first=span.start == 0, is_last=span.end == shape.num_layers)
             for stage, span in zip(compiled, spans, strict=True)
         ]
-        prefill_ms = _fastest_ms([timer.prefill for timer in timers], _PREFILL_ROUNDS)
-        decode_ms = _fastest_ms([timer.decode for timer in timers], _DECODE_ROUNDS)
-    with progress.task("measuring costs: the yardstick"):
-        machine = measure_speed(ov, threads=1)
+        yardstick = Yardstick(ov, threads=1)  # timed in turns with the samples: what counts is how they compare
+        *prefill_ms, chunk_ms = fastest_ms([*(timer.prefill for timer in timers), yardstick.prefill], _PREFILL_ROUNDS)
+        *decode_ms, row_ms = fastest_ms([*(timer.decode for timer in timers), yardstick.decode], _DECODE_ROUNDS)
     step_ms, layer_decode, embedding_decode, head_decode = solve(spans, decode_ms, kinds)
     layer_prefill, embedding_prefill = _prefill(spans, prefill_ms, kinds, layer_decode)
 
@@ -144,7 +142,7 @@ def measure_costs(
         embedding=part(embedding_decode, embedding_prefill, stored.embedding),
         head=part(head_decode, head_decode, stored.head),  # a chunk of a prompt needs one row of logits, at most
         step_ms=round(step_ms, 4),
-        machine=machine,
+        machine=machine_speed(row_ms, chunk_ms),
         cpu=str(ov.Core().get_property("CPU", "FULL_DEVICE_NAME")),
     )
 
@@ -215,18 +213,3 @@ class _Timer:
         self._request.start_async()  # with one thread the synchronous call swallows exceptions
         self._request.wait()
         self._num_held += num_tokens
-
-
-def _fastest_ms(actions: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """The shortest time of each action over `rounds` turns.
-
-    In turns, so that a change of the machine's mood hits all alike and each finds the caches full of the others' weights, as a layer does
-    in the whole model. The shortest, because what else runs here only ever adds time.
-    """
-    times_ms = [[0.0] * rounds for _ in actions]
-    for turn in range(rounds):
-        for idx, action in enumerate(actions):
-            started_s = time.perf_counter()
-            action()
-            times_ms[idx][turn] = 1e3 * (time.perf_counter() - started_s)
-    return [min(times) for times in times_ms]

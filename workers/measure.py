@@ -19,7 +19,7 @@ from langchain_pshard.core.bundle import MachineSpeed, Manifest
 from langchain_pshard.core.errors import InvalidOptionError, MissingExtraError, ProtocolError, PShardError, WorkerUnreachableError
 from langchain_pshard.core.messages import PROTOCOL_VERSION, Fetch, Fetched, Hello, Message, Ping, Pong, Refused, RequestId, Welcome
 from langchain_pshard.core.version import software_version
-from langchain_pshard.core.yardstick import measure_speed
+from langchain_pshard.core.yardstick import Yardstick, measure_speed
 from langchain_pshard.transport.hub import Arrived, Hub
 from langchain_pshard.transport.zeromq import ZmqHub
 
@@ -58,7 +58,7 @@ def measure(*, name: str | None, device: str, threads: int | None, to: str | Non
         if to is not None:
             with ZmqHub() as hub:
                 link = measure_link(hub, to)
-        speed = measure_speed(ov, device=device, threads=threads)
+        speed = measure_speed(Yardstick(ov, device=device, threads=threads))
     except PShardError as error:
         click.echo("error: " + " ".join(str(error).split()), err=True)
         sys.exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import openvino
 import pytest
 from hypothesis import given
@@ -15,7 +16,16 @@ from export_tools.export import cutting_costs
 from export_tools.profile import estimated_profile, profile_of_manifest
 from langchain_pshard.core.bundle import LayerSpan, MachineSpeed, Manifest, ModelCosts, PartCost, StageCost, WeightMode
 from langchain_pshard.core.errors import BundleError
-from langchain_pshard.core.yardstick import REFERENCE_DECODE_MS, YARDSTICK_BYTES, fast_properties
+from langchain_pshard.core.yardstick import (
+    PREFILL_ROWS,
+    REFERENCE_DECODE_MS,
+    REFERENCE_PREFILL_MS,
+    YARDSTICK_BYTES,
+    Yardstick,
+    fast_properties,
+    fastest_ms,
+    machine_speed,
+)
 from tests.unit.test_bundle import a_manifest
 from workers.shard import Settings, _choose_numerics
 
@@ -142,3 +152,22 @@ def test_the_yardstick_and_a_worker_compile_alike() -> None:
     numerics, properties = _choose_numerics(openvino, a_manifest(), Settings(threads=1))
     assert numerics.name == "fast"
     assert properties == fast_properties(128, threads=1)
+
+
+def test_the_yardstick_is_the_same_work_every_time() -> None:
+    first, second = (Yardstick(openvino, threads=1) for _ in range(2))
+    assert first.decode().shape == (1, 1024)
+    assert np.isfinite(first.prefill()).all()
+    assert np.array_equal(first.decode(), second.decode())
+    assert np.array_equal(first.prefill(), second.prefill())
+
+
+def test_speeds_are_multiples_of_the_reference() -> None:
+    assert machine_speed(REFERENCE_DECODE_MS / 2, PREFILL_ROWS * REFERENCE_PREFILL_MS * 4) == MachineSpeed(decode=2.0, prefill=0.25)
+
+
+def test_actions_take_turns() -> None:
+    turns: list[str] = []
+    times_ms = fastest_ms([lambda: turns.append("a"), lambda: turns.append("b")], 3)
+    assert turns == ["a", "b"] * 3
+    assert all(0 <= time_ms < 1000 for time_ms in times_ms)
