@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def plan(model: str, fleet: Path, users: str, context: int, weights: str, as_jso
     Console().print(_table(best))
     for line in remarks(profile, best):
         click.echo(line)
-    click.echo(f"\nExport it so:\n  pshard-export MODEL -o BUNDLE --layers {_layers(best)}")
+    click.echo("\n".join(["", *next_steps(best)]))
 
 
 def _profile(model: str, weights: WeightMode) -> ModelProfile:
@@ -130,6 +131,15 @@ def remarks(model: ModelProfile, best: Plan) -> list[str]:
         lines.append(
             "costs are estimated from the weights' bytes: plan with a bundle that was exported without --no-measure for measured ones"
         )
+    return lines
+
+
+def next_steps(best: Plan) -> list[str]:
+    """The commands that make the plan real. Pure."""
+    lines = ["Export it so, and start one worker on each node:", f"  pshard-export MODEL -o BUNDLE --layers {_layers(best)}"]
+    for idx, stage in enumerate(best.stages):
+        kv_mib = max(1, math.ceil(stage.kv_bytes / 2**20))
+        lines.append(f"  {stage.node}: pshard-worker BUNDLE --stage {idx} --kv-memory {kv_mib}MiB")
     return lines
 
 
