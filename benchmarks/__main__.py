@@ -9,12 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import perplexity, split
+from benchmarks import balance, perplexity, split
 from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
+    "balance": balance.run,
     "perplexity": perplexity.run,
     "split": split.run,
 }

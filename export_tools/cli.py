@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichBars
 
+from export_tools.plan_command import plan
 from langchain_pshard.core.bundle import Manifest, WeightMode
 from langchain_pshard.core.errors import MissingExtraError, PShardError
 
@@ -34,10 +36,27 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r} is no list of layer counts: write one number a stage, such as 10,8", param, ctx)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _WithPlan(click.Command):
+    """A command whose first word may name another one: `pshard-export plan ...`; all else is an export, as it always was."""
+
+    def main(  # type: ignore[override]  # its overloads tell apart what `standalone_mode` returns
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> Any:
+        """See `click.Command.main`."""
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == [plan.name]:
+            return plan.main(words[1:], f"{prog_name or self.name} {plan.name}", **extra)
+        return super().main(words, prog_name, **extra)
+
+
+@click.command(
+    cls=_WithPlan,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`pshard-export plan --help`: which node of a fleet should hold which layers. A model folder called plan is ./plan.",
+)
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to write the bundle to.")
-@click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Number of stages, balanced by weight bytes.  [default: 1]")
+@click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Number of stages, balanced by cost.  [default: 1]")
 @click.option("--layers", type=LayerCounts(), help="Layers per stage, such as 10,8, instead of the balanced cut.")
 @click.option(
     "--weights",
@@ -49,6 +68,12 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--group-size", type=int, default=128, show_default=True, help="int4 weights that share one scale; smaller is larger and closer."
 )
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="Measure what layers, embedding and head cost here, keep it for `plan`, and balance the stages by it; else by weight bytes.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there; it stays until the new one is complete.")
 def main(
     model: str,
@@ -57,6 +82,7 @@ def main(
     layers: tuple[int, ...] | None,
     weights: str,
     group_size: int,
+    measure: bool,
     overwrite: bool,
 ) -> None:
     """Cut MODEL by layers into a bundle of OpenVINO shards, one for each stage of a pipeline.
@@ -81,6 +107,7 @@ def main(
                 weights=WeightMode(weights),
                 group_size=group_size,
                 overwrite=overwrite,
+                measure=measure,
                 progress=_RichProgress(bars),
             )
     except PShardError as error:
@@ -97,7 +124,13 @@ def summary(manifest: Manifest, bundle: Path) -> str:
     mode = manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "")
     what = f"{manifest.model_name} ({manifest.architecture}, {mode})"
     lines = [f"{what} in {_count(manifest.num_stages, 'stage')}, fingerprint {manifest.fingerprint[:12]}"]
-    lines += [f"  stage {idx}: layers {stage.span}, {stage.num_bytes / 2**20:.1f} MiB" for idx, stage in enumerate(manifest.stages)]
+    lines += [
+        f"  stage {idx}: layers {stage.span}, {stage.num_bytes / 2**20:.1f} MiB"
+        + (f", {stage.cost.decode_ms:.2f} ms a token here" if stage.cost else "")
+        for idx, stage in enumerate(manifest.stages)
+    ]
+    if manifest.costs is None:
+        lines.append("  costs were not measured: a cut that was not given balances weight bytes")
     lines += ["", "Start one worker for each stage, on this or any machine that has the folder:"]
     quoted = f'"{bundle}"' if " " in str(bundle) else str(bundle)
     lines += [f"  pshard-worker {quoted} --stage {idx}" for idx in range(manifest.num_stages)]

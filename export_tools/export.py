@@ -7,10 +7,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from export_tools.architectures import ModelShape
 from export_tools.compress import activation_group_size, compress_stage, embedding_and_head_mode, save_stage
 from export_tools.convert import convert_stage
+from export_tools.costs import PartBytes, layer_kinds, measure_costs
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
+from export_tools.profile import BITS
 from export_tools.progress import Progress, SilentProgress
 from export_tools.source import LoadedModel, Source, identify, load
 from export_tools.stage_module import cut_stage
@@ -24,6 +28,7 @@ from langchain_pshard.core.bundle import (
     FileEntry,
     LayerSpan,
     Manifest,
+    ModelCosts,
     StageEntry,
     WeightMode,
     describe_file,
@@ -31,7 +36,6 @@ from langchain_pshard.core.bundle import (
 )
 from langchain_pshard.core.errors import InvalidOptionError
 
-_BITS = {WeightMode.INT4: 4, WeightMode.INT8: 8, WeightMode.FP16: 16, WeightMode.FP32: 32}
 _SHAPED_BY = ("langchain-pshard", "nncf", "openvino", "torch", "transformers")
 
 
@@ -44,6 +48,7 @@ def export_bundle(
     weights: WeightMode = WeightMode.INT4,
     group_size: int = 128,
     overwrite: bool = False,
+    measure: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
     """Export a model into a bundle that appears at `out` whole or not at all.
@@ -52,11 +57,13 @@ def export_bundle(
         source: a model folder, a .gguf file, a hub id, or "demo".
         out: the bundle's folder; its parents are made.
         num_stages: number of stages; None means as many as `layers` has, or 1.
-        layers: layers per stage, in order; None cuts so that the heaviest stage holds as few weight bytes as possible (a decoded
-            token costs the bytes it reads).
+        layers: layers per stage, in order; None cuts so that the slowest stage is as fast as possible: by measured cost, or by weight
+            bytes where nothing was measured (a decoded token costs the bytes it reads).
         weights: how the decoder layers' weights are stored; int4 keeps embedding and head in int8.
         group_size: int4 weights per scale; smaller where it does not divide a channel count.
         overwrite: replace a bundle that is already there.
+        measure: measure what the model's parts cost on this machine and keep it in the manifest. Two measurements differ in their last
+            digits, and so do the fingerprints of two exports, possibly their cuts.
         progress: shows what takes long; None shows nothing.
 
     Returns:
@@ -78,15 +85,17 @@ def export_bundle(
     else:
         spans_from_counts(layers, found.shape.num_layers, num_stages)  # a bad cut is refused before the weights are read
     loaded = load(found, progress)
+    stored = part_bytes(loaded.model, weights)
+    costs = _measured(loaded, found.shape, stored, weights, group_size, progress) if measure else None
     if layers is None:
-        spans = balanced_spans(*_weight_bytes(loaded.model, weights), num_stages or 1)
+        spans = balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
     else:
         spans = spans_from_counts(layers, found.shape.num_layers, num_stages)
     check_space(out, _bundle_bytes(loaded.model, weights))
     with drafting(out) as draft:
         stages = tuple(_write_stages(draft, loaded, found.shape, spans, weights, group_size, progress))
         tokenizer_files = _write_tokenizer(draft, loaded)
-        manifest = _manifest(found, loaded, stages, tokenizer_files, weights, group_size)
+        manifest = _manifest(found, loaded, stages, tokenizer_files, weights, group_size, costs)
         with progress.task("flushing to the disk"):
             draft.publish(manifest)
     return manifest
@@ -123,11 +132,40 @@ def _write_tokenizer(draft: BundleDraft, loaded: LoadedModel) -> tuple[FileEntry
     return tuple(describe_file(draft.folder, path) for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _weight_bytes(model: Any, weights: WeightMode) -> tuple[list[float], float]:
-    """Bytes a decoded token reads: per layer, and in the head. The embedding costs one row, nothing."""
-    head_bits = _BITS[embedding_and_head_mode(weights)]
-    layers = [sum(tensor.numel() for tensor in layer.parameters()) * _BITS[weights] / 8 for layer in model.model.layers]
-    return layers, model.lm_head.weight.numel() * head_bits / 8
+def part_bytes(model: Any, weights: WeightMode) -> PartBytes:
+    """Stored bytes of a model's layers, embedding and head; its weights may be on the meta device."""
+    end_bits = BITS[embedding_and_head_mode(weights)]
+    return PartBytes(
+        layers=tuple(sum(tensor.numel() for tensor in layer.parameters()) * BITS[weights] // 8 for layer in model.model.layers),
+        embedding=model.model.embed_tokens.weight.numel() * end_bits // 8,
+        head=model.lm_head.weight.numel() * end_bits // 8,
+    )
+
+
+def cutting_costs(costs: ModelCosts | None, stored: PartBytes) -> tuple[list[float], float]:
+    """What decides the cut: cost of each layer (the first with the embedding) and of the head, for one decoded token. Pure.
+
+    Without measured costs the bytes stand in for them; the embedding is one row of many then, nothing.
+    """
+    if costs is None:
+        return [float(size) for size in stored.layers], float(stored.head)
+    layers = [part.decode_ms for part in costs.layers]
+    return [layers[0] + costs.embedding.decode_ms, *layers[1:]], costs.head.decode_ms
+
+
+def _measured(
+    loaded: LoadedModel, shape: ModelShape, stored: PartBytes, weights: WeightMode, group_size: int, progress: Progress
+) -> ModelCosts:
+    return measure_costs(
+        lambda span: cut_stage(loaded.model, shape, span),
+        shape,
+        layer_kinds(loaded.model.model.layers),
+        stored,
+        weights=weights,
+        group_size=group_size,
+        activation_group_size=activation_group_size(_channel_counts(loaded.model), weights, group_size),
+        progress=progress,
+    )
 
 
 def _bundle_bytes(model: Any, weights: WeightMode) -> int:
@@ -149,8 +187,11 @@ def _manifest(
     tokenizer_files: tuple[FileEntry, ...],
     weights: WeightMode,
     group_size: int,
+    costs: ModelCosts | None,
 ) -> Manifest:
     shape = source.shape
+    if costs is not None:
+        stages = tuple(msgspec.structs.replace(stage, cost=costs.stage(stage.span)) for stage in stages)
     return Manifest(
         format_version=FORMAT_VERSION,
         model_name=source.name,
@@ -172,6 +213,7 @@ def _manifest(
         stages=stages,
         tokenizer_files=tokenizer_files,
         exported_with={package: _version(package) for package in _SHAPED_BY},
+        costs=costs,
     ).sealed()
 
 

@@ -12,6 +12,7 @@ from langchain_pshard.core.errors import MissingExtraError, PShardError
 try:
     import click
 
+    from workers.measure import measure
     from workers.process import Options, serve
     from workers.report import Report
     from workers.shard import DEFAULT_KV_MEMORY_BYTES, Settings
@@ -38,7 +39,10 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return num_bytes
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    epilog="`pshard-worker measure --help`: this machine's part of a fleet file. A bundle called measure is ./measure.",
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--stage", "stages", type=int, multiple=True, required=True, metavar="I", help="Stage to serve; repeat it for several.")
 @click.option("--listen", default="tcp://127.0.0.1:0", help="Address to serve at; port 0 takes a free one.")
@@ -83,5 +87,7 @@ def command(
 
 
 def main() -> None:
-    """Entry point of `pshard-worker`."""
+    """Entry point of `pshard-worker`: a first word `measure` is that command, all else serves a bundle."""
+    if sys.argv[1:2] == [measure.name]:
+        measure.main(sys.argv[2:], prog_name=f"pshard-worker {measure.name}")
     command(prog_name="pshard-worker")

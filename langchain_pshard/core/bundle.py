@@ -83,6 +83,48 @@ class StageCost(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt token, inside a long chunk."""
 
 
+class PartCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What one part of a model (a layer, the embedding, the head) costs, whichever stage it is in."""
+
+    decode_ms: float
+    """One token of one stream."""
+    prefill_ms: float
+    """One prompt token, inside a long chunk."""
+    num_bytes: int
+    """Its weights as they are stored."""
+
+
+class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a machine is, as a multiple of the reference machine (`yardstick`)."""
+
+    decode: float
+    prefill: float
+
+
+class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parts of a model cost, measured by the exporter on its machine with one inference thread under `fast`."""
+
+    layers: tuple[PartCost, ...]
+    embedding: PartCost
+    head: PartCost
+    step_ms: float
+    """What an inference costs a stage beside its parts."""
+    machine: MachineSpeed
+    """The machine that measured, by the yardstick that `pshard-worker measure` uses too."""
+    cpu: str
+    """Its processor, for people."""
+
+    def stage(self, span: LayerSpan) -> StageCost:
+        """Cost of a stage that holds `span`: its layers, the embedding before the first, the head after the last."""
+        parts = [*self.layers[span.start : span.end]]
+        parts += [self.embedding] if span.start == 0 else []
+        parts += [self.head] if span.end == len(self.layers) else []
+        return StageCost(
+            decode_ms=round(self.step_ms + sum(part.decode_ms for part in parts), 4),
+            prefill_ms=round(sum(part.prefill_ms for part in parts), 4),
+        )
+
+
 class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One stage: the decoder layers it holds and the files it is made of."""
 
@@ -95,8 +137,8 @@ class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.num_bytes for file in self.files)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a bundle says about itself.
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a bundle says about itself. Fields that are None by default are not written, so that a new one changes no older fingerprint.
 
     Invariants, checked on construction: spans are contiguous from 0 to `num_layers`; `attention_windows` has one entry a
     layer; there is at least one stage; a stored fingerprint equals the computed one.
@@ -128,6 +170,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exported_with: dict[str, str]
     """Package name to version, of everything that shaped the graphs."""
     fingerprint: Fingerprint = Fingerprint("")
+    costs: ModelCosts | None = None
+    """None where the exporter was told not to measure."""
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)
@@ -142,6 +186,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if len(self.attention_windows) != self.num_layers:
             raise BundleError(f"manifest has {len(self.attention_windows)} attention windows for {self.num_layers} layers")
+        if self.costs is not None and len(self.costs.layers) != self.num_layers:
+            raise BundleError(f"manifest has costs of {len(self.costs.layers)} layers for {self.num_layers} layers")
         if self.fingerprint and self.fingerprint != self.computed_fingerprint:
             raise BundleError(
                 f"manifest fingerprint {self.fingerprint} does not match its contents ({self.computed_fingerprint}): the file was edited;"

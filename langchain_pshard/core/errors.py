@@ -81,6 +81,18 @@ class BundleError(UsageError):
     code = "bundle"
 
 
+class FleetFileError(UsageError):
+    """A fleet file is missing or says something impossible; the message names the file, the node, the field and what is valid."""
+
+    code = "fleet-file"
+
+
+class NoPlanError(UsageError):
+    """No placement of the model on the nodes of a fleet is possible; the message has needed and available memory."""
+
+    code = "no-plan"
+
+
 class AddressInUseError(UsageError):
     """The address a worker should listen on is taken or cannot be bound."""
 
