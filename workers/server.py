@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
 import psutil
 
-from langchain_pshard.core.errors import BundleError, InferenceError, PShardError
+from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
@@ -29,7 +30,7 @@ from workers.instructions import (
     ReplyStatus,
     Run,
 )
-from workers.runners.runner import Logits, Runner, RunSlice, StreamKey
+from workers.runners.runner import Logits, Runner, RunSlice, StreamKey, TokenArray
 from workers.worker import Worker
 
 IDLE_POLL_S = 1.0
@@ -44,7 +45,7 @@ logger = logging.getLogger("pshard.worker")
 class Sampler(Protocol):
     """What the last stage needs besides its runner; `head.Head` is the real one."""
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None: ...
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray) -> None: ...
 
     def close_stream(self, key: StreamKey) -> None: ...
 
@@ -168,7 +169,7 @@ class Server:
         started_s = self._clock()
         try:
             output = self._runners[run.stage_idx].run(run.slices, run.hidden)
-        except InferenceError as error:
+        except (InferenceError, CapacityError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
         if not self._worker.stage(run.stage_idx).shape.is_last:
@@ -176,14 +177,15 @@ class Server:
         results = self._sampler.sample(cast(Logits, output), run.slices)
         return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
 
-    def _open(self, wanted: OpenStream) -> PShardError | None:
+    def _open(self, wanted: OpenStream) -> int | PShardError:
+        prompt = np.frombuffer(wanted.prompt, dtype="<i4")
         try:
-            self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens)
+            num_cached = self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens, prompt)
         except PShardError as error:
             return error
         if self._worker.stage(wanted.stage_idx).shape.is_last:
-            self._sampler.open(wanted.key, wanted.sampling)
-        return None
+            self._sampler.open(wanted.key, wanted.sampling, prompt)
+        return num_cached
 
     def _read_piece(self, piece: ReplyPiece) -> Message:
         path = self._bundle / piece.file.path
