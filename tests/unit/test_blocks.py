@@ -277,6 +277,17 @@ def test_rows_and_single_tokens_are_never_shared() -> None:
     assert pool.take(key(3), 80, prompt) == 0
 
 
+def test_what_follows_a_rewind_into_the_prompt_by_rows_is_not_shared() -> None:
+    pool = make_pool()
+    prompt = text(100)
+    pool.take(key(1), 128, prompt)
+    compute(pool, key(1), prompt[:64])
+    pool.begin_write(key(1), 40, 24)  # the same tokens, as rows
+    pool.begin_write(key(1), 64, 36)
+    pool.wrote_prompt(key(1), 64, prompt[64:])
+    assert pool.take(key(2), 128, prompt) == 64  # what was named before the rewind
+
+
 def test_a_prompt_that_is_not_what_was_announced_is_not_shared() -> None:
     pool = make_pool()
     pool.take(key(1), 80, text(64))

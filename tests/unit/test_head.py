@@ -105,3 +105,12 @@ def test_each_row_of_a_verification_sees_the_tokens_before_it() -> None:
     rows = np.tile(np.linspace(0, 1, VOCAB, dtype=np.float32), (3, 1))
     [result] = head.sample(rows, [piece(1, 0, [49, 48, 47], SliceKind.ROWS, 3)])
     assert tokens(result) == [48, 47, 46]
+
+
+def test_a_prompt_that_is_there_already_is_history_too() -> None:
+    params = SamplingParams(repetition_penalty=2.0)
+    rows = np.zeros((1, VOCAB), np.float32)
+    rows[0, [3, 4]] = [1.0, 0.9]
+    head = Head()
+    head.open(key(1), params, np.array([3, 7, 8, 9], dtype=np.int32))
+    assert tokens(head.sample(rows, [piece(1, 2, [8, 9], SliceKind.PREFILL, 1)])[0]) == [4]
