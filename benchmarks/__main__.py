@@ -9,13 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import split
+from benchmarks import memory, overhead, prefill, prefix, reply_bytes, split
 from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
     "split": split.run,
+    "overhead": overhead.run,
+    "reply-bytes": reply_bytes.run,
+    "prefill": prefill.run,
+    "prefix": prefix.run,
+    "memory": memory.run,
 }
 """Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""
 
