@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import balance, perplexity, split
+from benchmarks import balance, memory, overhead, perplexity, prefill, prefix, reply_bytes, split
 from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
@@ -18,6 +18,11 @@ BENCHES: dict[str, Callable[[Console], Report]] = {
     "balance": balance.run,
     "perplexity": perplexity.run,
     "split": split.run,
+    "overhead": overhead.run,
+    "reply-bytes": reply_bytes.run,
+    "prefill": prefill.run,
+    "prefix": prefix.run,
+    "memory": memory.run,
 }
 """Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""
 

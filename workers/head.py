@@ -14,7 +14,7 @@ import numpy.typing as npt
 from langchain_pshard.core.errors import InferenceError
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
-from workers.runners.runner import Logits, RunSlice, StreamKey
+from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 MAX_LOGIT = 1e30
 """No model comes near. Beyond it, and with what is no number at all, penalties and softmax have no meaning."""
@@ -53,9 +53,10 @@ class Head:
     def __init__(self) -> None:
         self._streams: dict[StreamKey, _StreamTokens] = {}
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None:
-        """Sample `key` by `params` from now on, with an empty history."""
-        self._streams[key] = _StreamTokens(params)
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray = NO_TOKENS) -> None:
+        """Sample `key` by `params` from now on. Its history is `prompt`, of which the first slice rewinds what it computes itself."""
+        history = prompt.tolist() if params.has_penalties else []
+        self._streams[key] = _StreamTokens(params, history, [SliceKind.PREFILL] * len(history))
 
     def close_stream(self, key: StreamKey) -> None:
         """Forget a stream; unknown ones are ignored."""

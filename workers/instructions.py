@@ -56,12 +56,15 @@ class HangUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStream:
-    """Set aside KV on one stage; whether there was room comes back through `Worker.opened`."""
+    """Set aside KV on one stage; how many positions of the prompt are there already, or why there is no room, comes back through
+    `Worker.opened`."""
 
     stage_idx: int
     key: StreamKey
     num_tokens: int
     sampling: SamplingParams
+    prompt: bytes = b""
+    """Token ids, int32 little-endian; empty when it shares nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from langchain_pshard.core.codec import Tensor
-from langchain_pshard.core.errors import BundleError, InferenceError, PShardError
+from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
@@ -31,7 +31,7 @@ from workers.instructions import (
     ReplyStatus,
     Run,
 )
-from workers.runners.runner import Logits, Runner, RunSlice, StreamKey
+from workers.runners.runner import Logits, Runner, RunSlice, StreamKey, TokenArray
 from workers.worker import Worker
 
 IDLE_POLL_S = 1.0
@@ -46,7 +46,7 @@ logger = logging.getLogger("pshard.worker")
 class Sampler(Protocol):
     """What the last stage needs besides its runner; `head.Head` is the real one."""
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None: ...
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray) -> None: ...
 
     def close_stream(self, key: StreamKey) -> None: ...
 
@@ -174,19 +174,20 @@ class Server:
                 results = self._sampler.sample(cast(Logits, output), run.slices)
                 return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
             _check_finite(output, run)
-        except InferenceError as error:
+        except (InferenceError, CapacityError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
         return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
 
-    def _open(self, wanted: OpenStream) -> PShardError | None:
+    def _open(self, wanted: OpenStream) -> int | PShardError:
+        prompt = np.frombuffer(wanted.prompt, dtype="<i4")
         try:
-            self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens)
+            num_cached = self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens, prompt)
         except PShardError as error:
             return error
         if self._worker.stage(wanted.stage_idx).shape.is_last:
-            self._sampler.open(wanted.key, wanted.sampling)
-        return None
+            self._sampler.open(wanted.key, wanted.sampling, prompt)
+        return num_cached
 
     def _read_piece(self, piece: ReplyPiece) -> Message:
         path = self._bundle / piece.file.path

@@ -89,8 +89,9 @@ class Stage:
         """Positions held for an open stream."""
         return self._streams[key].length
 
-    def open(self, key: StreamKey, num_tokens: int) -> None:
-        self._streams[key] = _Stream(reserved=num_tokens)
+    def open(self, key: StreamKey, num_tokens: int, *, length: int = 0) -> None:
+        """Know a stream that the engine has opened with `length` positions that are there already."""
+        self._streams[key] = _Stream(reserved=num_tokens, length=length)
 
     def close(self, key: StreamKey) -> None:
         """Forget an open stream, and its slices that wait."""

@@ -218,6 +218,7 @@ class PipelineClient:
                 sink=sink,
                 timeout_s=params.timeout_s,
                 drafter=drafter,
+                prefix_cache=params.prefix_cache,
             )
 
         return make

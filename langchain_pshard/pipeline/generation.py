@@ -28,6 +28,8 @@ class GenerationParams:
     """Longest time from the call to the last token."""
     ignore_eos: bool = False
     """Generate on past end tokens, for measurements of a fixed length."""
+    prefix_cache: bool = True
+    """Whether the workers may reuse what they computed for prompts that begin alike, and keep it of this one. No token depends on it."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -29,6 +29,9 @@ class Delivery:
     finish_reason: FinishReason | None
 
 
+MAX_SHARED_TOKENS = 128 << 10
+"""Of 4 bytes each: half of what a message's header may have."""
+
 Sink = Callable[[Delivery | PShardError], bool]
 """Where a stream's deliveries go, in order, ended by a finish reason or an error. False: nobody is listening any more.
 Called in the reactor thread: it must not block."""
@@ -47,6 +50,8 @@ class StreamRequest:
     sink: Sink
     timeout_s: float | None = None
     drafter: Drafter | None = None
+    prefix_cache: bool = True
+    """Whether the beginning of the prompt may be shared with other streams."""
 
     @property
     def num_positions(self) -> int:
@@ -65,6 +70,7 @@ class Stream:
         self.submitted_at = now
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
         self.num_prompt_sent = 0
+        self._num_cached = 0
         self.num_in_flight = 0
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
@@ -92,6 +98,17 @@ class Stream:
     def is_ready(self) -> bool:
         """Whether the stream waits for a decode turn."""
         return self.is_decoding and not self.num_in_flight
+
+    @property
+    def shared_prompt(self) -> bytes:
+        """What stages may look up and offer to others: the prompt's token ids, as far as a header has room for them."""
+        return pack_tokens(self.request.prompt[:MAX_SHARED_TOKENS]) if self.request.prefix_cache else b""
+
+    def skip_cached(self, num_tokens: int) -> None:
+        """All stages hold the first `num_tokens` of the prompt: begin behind them. Two tokens at least are computed, as one alone would
+        run another kernel; a stage that holds more rewinds by the one step rule."""
+        self._num_cached = max(0, min(num_tokens, len(self.request.prompt) - 2))
+        self.num_prompt_sent = self._num_cached
 
     def next_chunk(self, num_tokens: int, step: StepId, now: float) -> Slice:
         """The next `num_tokens` of the prompt; the last ones sample the first token."""
@@ -159,7 +176,7 @@ class Stream:
         return GenerationStats(
             num_prompt_tokens=len(self.request.prompt),
             num_generated_tokens=len(self.tokens),
-            num_cached_tokens=0,
+            num_cached_tokens=self._num_cached,
             num_steps=self._num_steps,
             num_drafted_tokens=self._num_drafted,
             num_accepted_tokens=self._num_accepted,

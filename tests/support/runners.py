@@ -71,9 +71,9 @@ class RunnerChain:
         self._sampling = SamplingParams() if sampling is None else sampling
         self.runners: list[Runner] = [make_runner(bundle, manifest, idx, settings) for idx in range(manifest.num_stages)]
 
-    def open(self, stream: int, num_tokens: int) -> None:
-        for runner in self.runners:
-            runner.open(key(stream), num_tokens)
+    def open(self, stream: int, num_tokens: int, shared: Sequence[int] = ()) -> int:
+        """Open a stream on all stages; with a prompt to share, returns how much of it all of them hold already."""
+        return min(runner.open(key(stream), num_tokens, np.array(shared, dtype=np.int32)) for runner in self.runners)
 
     def close_stream(self, stream: int) -> None:
         for runner in self.runners:

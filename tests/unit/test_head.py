@@ -133,3 +133,12 @@ def test_tokens_that_a_mask_forbids_are_no_error() -> None:
     row = np.full((1, VOCAB), -np.inf, np.float32)
     row[0, 7] = 1.0
     assert tokens(head.sample(row, [piece(1, 0, [1, 2], SliceKind.PREFILL, 1)])[0]) == [7]
+
+
+def test_a_prompt_that_is_there_already_is_history_too() -> None:
+    params = SamplingParams(repetition_penalty=2.0)
+    rows = np.zeros((1, VOCAB), np.float32)
+    rows[0, [3, 4]] = [1.0, 0.9]
+    head = Head()
+    head.open(key(1), params, np.array([3, 7, 8, 9], dtype=np.int32))
+    assert tokens(head.sample(rows, [piece(1, 2, [8, 9], SliceKind.PREFILL, 1)])[0]) == [4]
