@@ -66,27 +66,31 @@ def choose(offers: Sequence[Offer], *, max_drafts: int, step_ms: Callable[[int],
     Args:
         offers: one for each stream of the micro-batch; each sends a row anyway.
         max_drafts: most drafts in all.
-        step_ms: what a micro-batch of so many rows takes.
+        step_ms: what a micro-batch of so many rows takes; convex.
     """
     chosen = [0] * len(offers)
-    num_forced = 0
+    if not any(offer.gains for offer in offers):
+        return chosen
+    num_left = max_drafts
     tokens = float(len(offers))
+    free: list[int] = []
     for idx, offer in enumerate(offers):
-        if offer.num_forced is not None:
-            chosen[idx] = min(offer.num_forced, len(offer.gains), max_drafts - num_forced)
-            num_forced += chosen[idx]
-            tokens += sum(offer.gains[: chosen[idx]])
-    rows = len(offers) + num_forced
-    free = [(idx, offer) for idx, offer in enumerate(offers) if offer.num_forced is None]
-    candidates = [(gain, -depth, idx) for idx, offer in free for depth, gain in enumerate(offer.gains)]
-    candidates.sort(reverse=True)  # gains fall with depth, so every draft comes after those before it in its own stream
-    best_rate = tokens / step_ms(rows)
-    num_best = 0
-    for count, (gain, _, _) in enumerate(candidates[: max_drafts - num_forced], start=1):
+        if offer.num_forced is None:
+            free.append(idx)
+            continue
+        chosen[idx] = min(offer.num_forced, len(offer.gains), num_left)
+        num_left -= chosen[idx]
+        tokens += sum(offer.gains[: chosen[idx]])
+    # Gains fall with depth, so in this order every draft comes after those before it in its own stream.
+    candidates = sorted(((gain, -depth, idx) for idx in free for depth, gain in enumerate(offers[idx].gains)), reverse=True)
+    num_rows = len(offers) + max_drafts - num_left
+    best_rate = tokens / step_ms(num_rows)
+    for gain, _, idx in candidates[:num_left]:
         tokens += gain
-        rate = tokens / step_ms(rows + count)
-        if rate > best_rate:
-            best_rate, num_best = rate, count
-    for _, _, idx in candidates[:num_best]:
+        num_rows += 1
+        rate = tokens / step_ms(num_rows)
+        if rate <= best_rate:  # and from here on it only falls: tokens grow ever slower, the time does not
+            break
+        best_rate = rate
         chosen[idx] += 1
     return chosen

@@ -24,7 +24,7 @@ STEP_OVERHEAD_MS = 0.3
 _FORGET = 0.98
 _PRIOR_WEIGHT = 6.0
 _OUTLIER = 3.0
-_HOP_WINDOW = 32
+_WAY_WINDOW = 32
 
 
 class CostLine:
@@ -80,12 +80,14 @@ class StepCosts:
         self.num_stages = num_stages
         self._rows = [CostLine(ROW_SLOPE) for _ in range(num_stages)]
         self._prompt = [CostLine(PROMPT_SLOPE) for _ in range(num_stages)]
-        self._way_ms: deque[float] = deque(maxlen=_HOP_WINDOW)
+        self._way_ms: deque[float] = deque(maxlen=_WAY_WINDOW)
+        self._least_way_ms = 0.0
 
     def observe(self, *, num_rows: int, num_prompt_tokens: int, timings: Sequence[StageTiming], round_trip_ms: float) -> float:
         """A step came back; returns its time outside the stages. Mixed ones say nothing about either kind of work."""
         way_ms = max(0.0, round_trip_ms - sum(timing.queue_us + timing.compute_us for timing in timings) / 1e3)
         self._way_ms.append(way_ms)
+        self._least_way_ms = min(self._way_ms)
         is_one_kind = bool(num_rows) != bool(num_prompt_tokens)
         if is_one_kind and len(timings) == self.num_stages:  # anything else is a peer's fault, and only speed depends on it
             lines, count = (self._rows, num_rows) if num_rows else (self._prompt, num_prompt_tokens)
@@ -96,19 +98,17 @@ class StepCosts:
     @property
     def way_ms(self) -> float:
         """Time of a step outside the stages, all hops together: the least of late, because waiting behind others is not the way's fault."""
-        return min(self._way_ms, default=0.0)
-
-    def slowest_ms(self, num_rows: float) -> float:
-        """How long the slowest stage is busy with a micro-batch of so many rows."""
-        return max(line.at(num_rows) for line in self._rows) + STEP_OVERHEAD_MS
-
-    def round_trip_ms(self, num_rows: float) -> float:
-        """From sending a micro-batch to its answer when nothing is in its way."""
-        return sum(line.at(num_rows) + STEP_OVERHEAD_MS for line in self._rows) + self.way_ms
+        return self._least_way_ms
 
     def cycle_ms(self, num_rows: float, num_groups: int) -> float:
-        """How often each of `num_groups` alternating micro-batches of so many rows gets its turn."""
-        return max(num_groups * self.slowest_ms(num_rows), self.round_trip_ms(num_rows))
+        """How often each of `num_groups` alternating micro-batches of so many rows gets its turn: they queue at the slowest stage, or each
+        is as fast as its own round trip. Convex in the rows."""
+        slowest, round_trip = 0.0, self._least_way_ms
+        for line in self._rows:
+            stage_ms = line.at(num_rows) + STEP_OVERHEAD_MS
+            slowest = max(slowest, stage_ms)
+            round_trip += stage_ms
+        return max(num_groups * slowest, round_trip)
 
     def slowest_prompt(self) -> CostLine:
         """Prefill of the stage that takes longest per token."""

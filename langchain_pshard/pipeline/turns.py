@@ -138,12 +138,14 @@ class Turns:
     def _rows(
         self, plan: scheduler.Plan, streams: Mapping[StreamId, Stream], step_id: StepId, now: float
     ) -> tuple[list[Slice], list[tuple[Stream, PShardError]]]:
+        # Of many streams each gets few drafts: guesses longer than twice an even share are not worth making.
+        max_guess = min(self._max_draft_tokens, max(1, 2 * plan.max_drafts // max(1, len(plan.rows))))
         drafting: list[Stream] = []
         offers: list[adaptive_k.Offer] = []
         failed: list[tuple[Stream, PShardError]] = []
         for stream in (streams[stream_id] for stream_id in plan.rows):
             try:
-                offers.append(stream.guess(self._max_draft_tokens))
+                offers.append(stream.guess(max_guess))
             except PShardError as error:
                 failed.append((stream, error))
             else:
