@@ -9,13 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import split
+from benchmarks import speculation, split, wan
 from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
+    "scripted": speculation.run_scripted,
+    "speculation": speculation.run_ngram,
     "split": split.run,
+    "wan": wan.run,
 }
 """Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""
 

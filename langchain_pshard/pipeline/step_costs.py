@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from langchain_pshard.core.messages import StageTiming
 
-ROW_SLOPE = 0.12
-"""Prior: what one more row adds, as a part of the time of one row (Gemma 3 270M, int4, one core: 0.08 to 0.2)."""
+ROW_SLOPE = 0.08
+"""Prior: what one more row adds, as a part of the time of one row (Gemma 3 270M, int4, one core: 0.05 up to 8 rows, 0.1 beyond)."""
 PROMPT_SLOPE = 0.05
-"""Prior: the same for a prompt token beside a chunk's fixed costs."""
+"""Prior: the same for a prompt token beside a chunk's fixed costs (0.65 ms beside 13 ms there)."""
 UNKNOWN_MS = 10.0
 """Time of a step of one row before anything was measured."""
 STEP_OVERHEAD_MS = 0.3
