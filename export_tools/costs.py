@@ -46,6 +46,11 @@ class PartBytes:
     embedding: int
     head: int
 
+    @property
+    def num_bytes(self) -> int:
+        """All of them: a little less than a bundle takes, whose scales and graphs come on top."""
+        return sum(self.layers) + self.embedding + self.head
+
 
 def layer_kinds(layers: Sequence[Any]) -> tuple[Hashable, ...]:
     """For each decoder layer (a torch module, its weights may be on the meta device) what tells its kind: the shapes of its weights."""

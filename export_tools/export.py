@@ -91,7 +91,7 @@ def export_bundle(
         spans = balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
     else:
         spans = spans_from_counts(layers, found.shape.num_layers, num_stages)
-    check_space(out, _bundle_bytes(loaded.model, weights))
+    check_space(out, stored.num_bytes)
     with drafting(out) as draft:
         stages = tuple(_write_stages(draft, loaded, found.shape, spans, weights, group_size, progress))
         tokenizer_files = _write_tokenizer(draft, loaded)
@@ -166,13 +166,6 @@ def _measured(
         activation_group_size=activation_group_size(_channel_counts(loaded.model), weights, group_size),
         progress=progress,
     )
-
-
-def _bundle_bytes(model: Any, weights: WeightMode) -> int:
-    """Size of the bundle's weights, a little less than it will be: scales and graphs come on top."""
-    layers, head = _weight_bytes(model, weights)
-    embedding = model.model.embed_tokens.weight.numel() * _BITS[embedding_and_head_mode(weights)] / 8
-    return int(sum(layers) + head + embedding)
 
 
 def _channel_counts(model: Any) -> set[int]:

@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _VERSION = software_version()
 _MAX_BATCH_THREADS = 256
+_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens")
 _LOCAL_ONLY = {"runner": "paged", "numerics": "fast", "kv_memory": None, "threads": None}
 
 
@@ -256,7 +257,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         fleet = {"bundle": str(self.bundle)} if self.bundle is not None else {"workers": sorted(self.workers or ())}
-        options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in ("timeout", "max_retries")}
+        options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in _TEXT_DOES_NOT_DEPEND_ON}
         return {
             "model_name": self.model_name,
             "fingerprint": self._fingerprint(),

@@ -74,6 +74,10 @@ class Reply:
                 "decode_ms": stats.decode_ms,
                 "tokens_per_s": stats.tokens_per_s,
                 "stage_compute_ms": list(stats.stage_compute_ms),
+                "stage_queue_ms": list(stats.stage_queue_ms),
+                "hop_ms": stats.hop_ms,
+                "num_drafted_tokens": stats.num_drafted_tokens,
+                "num_accepted_tokens": stats.num_accepted_tokens,
             },
         }
         if not self._sampling.is_greedy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -93,5 +94,4 @@ def unpack_tokens(data: bytes) -> list[int]:
     """
     if len(data) % 4:
         raise ProtocolError(f"token ids take 4 bytes each, got {len(data)} bytes")
-    tokens: list[int] = np.frombuffer(data, dtype="<i4").tolist()
-    return tokens
+    return list(struct.unpack(f"<{len(data) // 4}i", data))  # twice as fast as numpy for the few that results have

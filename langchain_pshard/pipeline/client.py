@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import queue
 import secrets
@@ -21,11 +22,12 @@ from langchain_pshard.pipeline.assembler import Assembler, joined
 from langchain_pshard.pipeline.chain import Chain
 from langchain_pshard.pipeline.generation import DEFAULT_MAX_TOKENS, Generation, GenerationParams
 from langchain_pshard.pipeline.iterators import AsyncGenerationIterator, GenerationIterator, MakeRequest
+from langchain_pshard.pipeline.ngram import NgramDrafter
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.reactor import Reactor
 from langchain_pshard.pipeline.requests import Reply
 from langchain_pshard.pipeline.session import Session
-from langchain_pshard.pipeline.speculation import Drafter
+from langchain_pshard.pipeline.speculation import Drafter, begin
 from langchain_pshard.pipeline.store import default_cache_dir, model_files
 from langchain_pshard.pipeline.stream import Sink, StreamRequest
 from langchain_pshard.tokenizer import Tokenizer
@@ -36,6 +38,7 @@ from langchain_pshard.transport.zeromq import ZmqHub
 STATUS_TIMEOUT_S = 2.0
 FETCH_TIMEOUT_S = 30.0
 _PROBE_TIMEOUT_S = 0.5
+_log = logging.getLogger(__name__)
 _DEFAULT_PARAMS = GenerationParams()
 _DEFAULT_OPTIONS = ClientOptions()
 
@@ -137,13 +140,14 @@ class PipelineClient:
         Args:
             prompt: text (special tokens are added as the model wants them) or token ids.
             params: options of this generation.
-            drafter: guesses tokens ahead for verification; changes the speed, never the text.
+            drafter: guesses tokens ahead, instead of what `params.draft` names.
 
         Returns:
             An iterator over `GenerationChunk`s, of which the last one has an `end`.
 
         Raises:
-            InvalidOptionError: a prompt that is empty or neither text nor token ids, or ids that the vocabulary does not have.
+            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, or a drafter
+                that fails.
             ContextOverflowError: prompt and max_tokens exceed the model's context.
             CapacityError: a stage cannot hold so many positions at all; later, while iterating: room did not come free in time.
             WorkerLostError, WorkerUnreachableError, StateLostError, DeadlineError, InferenceError, ClosedError: while iterating.
@@ -207,6 +211,7 @@ class PipelineClient:
         if max_tokens < 1 or len(tokens) + max_tokens > context_length:
             raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
+        drafter = self._drafter(params, drafter)
 
         def make(sink: Sink) -> StreamRequest:
             return StreamRequest(
@@ -217,11 +222,27 @@ class PipelineClient:
                 vocab_size=self.manifest.vocab_size,
                 sink=sink,
                 timeout_s=params.timeout_s,
-                drafter=drafter,
+                drafting=None if drafter is None else begin(drafter, tokens),
+                num_drafts=None if params.draft_tokens == "auto" else params.draft_tokens,
                 prefix_cache=params.prefix_cache,
             )
 
         return make
+
+    def _drafter(self, params: GenerationParams, drafter: Drafter | None) -> Drafter | None:
+        """What drafts for this call. `auto` keeps the promise that text depends on nothing but the stream; who asks for drafts where
+        the fleet cannot take them back exactly gets them, and is told."""
+        inexact = [stage for stage in self.chain.stages if not stage.is_resumable]
+        if drafter is None and params.draft is not None and not (params.draft == "auto" and inexact):
+            drafter = NgramDrafter()
+        if drafter is not None and inexact:
+            stage = inexact[0]
+            _log.warning(
+                "drafts are not exact on this fleet (stage %d at %s: runner %s, numerics %s, KV %s): texts may differ from those without"
+                " drafts; exact are the paged runner with KV f16 or f32, and any runner with --numerics exact",
+                stage.stage_idx, stage.address, stage.numerics.runner, stage.numerics.name, stage.numerics.kv_precision,
+            )  # fmt: skip
+        return drafter
 
     def _check_prompt(self, tokens: tuple[int, ...]) -> None:
         if not tokens:

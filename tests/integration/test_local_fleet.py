@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -56,8 +57,8 @@ def test_together_with_others_and_with_drafts_a_stream_says_what_it_says_alone(b
             alone = [client.complete(prompt, params).token_ids for prompt in prompts]
             with ThreadPoolExecutor(len(prompts)) as pool:
                 assert list(pool.map(lambda prompt, params=params: client.complete(prompt, params).token_ids, prompts)) == alone
-            drafter = HalfRight(len(client.tokenizer.encode(prompts[0])), alone[0])
-            drafted = client.complete(prompts[0], params, drafter=drafter)
+            drafter = HalfRight(alone[0])
+            drafted = client.complete(prompts[0], dataclasses.replace(params, draft_tokens=4), drafter=drafter)
             assert drafted.token_ids == alone[0]
             assert drafted.stats.num_steps < 100
 
@@ -65,15 +66,20 @@ def test_together_with_others_and_with_drafts_a_stream_says_what_it_says_alone(b
 class HalfRight:
     """Drafts of four tokens, of which every other proposal has a wrong second one."""
 
-    def __init__(self, num_prompt_tokens: int, answer: Sequence[int]) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, answer: Sequence[int]) -> None:
         self._answer = answer
+        self._num_done = 0
         self._turn = 0
 
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def begin(self, prompt: Sequence[int]) -> HalfRight:
+        return self
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._num_done += len(tokens)
+
+    def propose(self, max_tokens: int) -> Sequence[int]:
         self._turn += 1
-        done = len(tokens) - self._num_prompt_tokens
-        drafts = list(self._answer[done : done + 4])
+        drafts = list(self._answer[self._num_done : self._num_done + 4])
         if self._turn % 2 and len(drafts) > 1:
             drafts[1] = (drafts[1] + 1) % 200
         return drafts[:max_tokens]

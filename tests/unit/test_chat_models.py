@@ -78,6 +78,10 @@ def test_invoke(serve: Serve) -> None:
             "decode_ms": 4.0,
             "tokens_per_s": 500.0,
             "stage_compute_ms": [1.5],
+            "stage_queue_ms": [0.0],
+            "hop_ms": 1.0,
+            "num_drafted_tokens": 6,
+            "num_accepted_tokens": 2,
         },
     }
     assert client.prompts == ["<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]

@@ -33,7 +33,7 @@ PROMPT = [5, 6, 7]
 
 
 def params(max_tokens: int | None = 16, **more: object) -> GenerationParams:
-    return GenerationParams(max_tokens=max_tokens, ignore_eos=True, **more)  # type: ignore[arg-type]
+    return GenerationParams(max_tokens=max_tokens, ignore_eos=True, **{"draft": None, **more})  # type: ignore[arg-type]
 
 
 def connect(fleet: FakeFleet, folder: Path, *, connect_timeout_s: float = 10.0, **options: object) -> PipelineClient:
@@ -114,11 +114,18 @@ def test_drafts_change_the_speed_only(client: PipelineClient, fleet: FakeFleet) 
     class Half:
         """Right twice, then wrong."""
 
-        def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
-            done = len(tokens) - len(PROMPT)
-            return [*expected[done : done + 2], 3, 3][:max_tokens]
+        def begin(self, prompt: Sequence[int]) -> Half:
+            assert list(prompt) == PROMPT
+            self.done = 0
+            return self
 
-    result = client.complete(PROMPT, params(40), drafter=Half())
+        def extend(self, tokens: Sequence[int]) -> None:
+            self.done += len(tokens)
+
+        def propose(self, max_tokens: int) -> Sequence[int]:
+            return [*expected[self.done : self.done + 2], 3, 3][:max_tokens]
+
+    result = client.complete(PROMPT, params(40, draft_tokens=4), drafter=Half())
     assert list(result.token_ids) == expected
     assert result.stats.num_steps < 20
     assert 20 <= result.stats.num_accepted_tokens <= result.stats.num_drafted_tokens
@@ -127,11 +134,23 @@ def test_drafts_change_the_speed_only(client: PipelineClient, fleet: FakeFleet) 
 
 def test_broken_drafter_ends_its_own_stream(client: PipelineClient, fleet: FakeFleet) -> None:
     class Broken:
-        def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+        def begin(self, prompt: Sequence[int]) -> Broken:
+            return self
+
+        def extend(self, tokens: Sequence[int]) -> None:
+            pass
+
+        def propose(self, max_tokens: int) -> Sequence[int]:
+            raise KeyError("no")
+
+    class BrokenAtOnce(Broken):
+        def begin(self, prompt: Sequence[int]) -> Broken:
             raise KeyError("no")
 
     with pytest.raises(InvalidOptionError, match="drafter Broken failed"):
         client.complete(PROMPT, params(40), drafter=Broken())
+    with pytest.raises(InvalidOptionError, match="drafter BrokenAtOnce failed"):
+        client.generate(PROMPT, params(40), drafter=BrokenAtOnce())
     assert len(client.complete(PROMPT, params(4)).token_ids) == 4
     fleet.wait_until_free()
 
