@@ -71,7 +71,7 @@ def test_what_is_cached_is_not_sent_and_two_tokens_are_left(num_prompt: int, cac
     stream.skip_cached(cached)
     assert stream.num_prompt_left == num_prompt - start
     assert stream.next_chunk(num_prompt - start, StepId(1), 0.0).start == start
-    assert stream.stats.num_cached_tokens == start
+    assert stream.account.num_cached == start
 
 
 def test_a_prompt_that_is_not_to_be_shared_is_not_told() -> None:
