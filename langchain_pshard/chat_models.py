@@ -89,7 +89,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     runner: Literal["paged", "stateful"] = "paged"
     """Engine of local workers."""
     numerics: Literal["fast", "exact"] = "fast"
-    """Precision of local workers: the device's fast types, or float32 throughout."""
+    """Precision of local workers: float32 with quantized activations, or float32 throughout, which is slower."""
     kv_memory: str | None = None
     """Memory of each local worker for the state of running texts, such as "1GiB"; None leaves it to the worker."""
     threads: int | None = None

@@ -44,7 +44,7 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--listen", default="tcp://127.0.0.1:0", help="Address to serve at; port 0 takes a free one.")
 @click.option("--device", default="CPU", help="OpenVINO device.")
 @click.option("--runner", type=click.Choice(["paged", "stateful"]), default="paged", help="Engine; paged batches any number of streams.")
-@click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="exact computes everything in f32.")
+@click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="fast quantizes activations, exact nothing.")
 @click.option(
     "--kv-memory", metavar="SIZE", default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB", callback=_as_bytes, help="KV memory of each stage."
 )

@@ -99,7 +99,8 @@ class WaitingStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """Compute these steps of one stage as one inference; how it went comes back through `Worker.ran` or `Worker.failed`."""
+    """Compute these steps of one stage as one inference; how it went comes back through
+    `Worker.computed`, `Worker.sampled` or `Worker.failed`."""
 
     stage_idx: int
     steps: tuple[WaitingStep, ...]

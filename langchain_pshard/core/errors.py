@@ -3,7 +3,7 @@
 Every error that leaves a public function of the three packages is a `PShardError`. A message says what failed, the
 value, what was valid, and what to do. The attributes carry the same facts for programs.
 
-Errors that cross the wire travel as a `code` and a message (`messages.Refusal`); `error_from_code` turns them back into the class
+Errors that cross the wire travel as a `code` and a message (`messages.Refused`); `error_from_code` turns them back into the class
 they left as, so a caller catches the same type whether the fault was found here or three machines away.
 """
 
