@@ -13,8 +13,10 @@ from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
+from benchmarks.fleet import running_worker
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.errors import BundleError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
+from langchain_pshard.core.bundle import load_manifest
+from langchain_pshard.core.errors import BundleError, FleetMismatchError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from tests.support.bundles import TinyBundle
 
 PROMPTS = [f"Tell me about {topic}." for topic in ("ships", "snow", "日本", "👩‍👩‍👧", "tea", "<|im_end|>", "chess", "rain")]
@@ -123,3 +125,24 @@ def test_what_cannot_be_reached_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkerUnreachableError, match=r"127\.0\.0\.1:9"):
         ChatPShard(workers=["tcp://127.0.0.1:9"], connect_timeout=0.5).invoke("Hi")
     assert time.monotonic() - begin < 5
+
+
+def test_workers_that_are_no_chain_are_refused_by_name(tiny_fleet: list[str], tiny_bundle: TinyBundle) -> None:
+    llama, gemma = tiny_bundle("llama", num_stages=2), tiny_bundle("gemma3_text", num_stages=2)
+    with running_worker(llama, 0) as doubled, running_worker(gemma, 1) as foreign:
+        refusals = {
+            (tiny_fleet[0],): ("missing: 1", tiny_fleet[0]),
+            (doubled.address, *tiny_fleet): ("stage 0", doubled.address, tiny_fleet[0]),
+            (tiny_fleet[0], foreign.address): (
+                foreign.address,
+                tiny_fleet[0],
+                load_manifest(llama).fingerprint[:12],
+                load_manifest(gemma).fingerprint[:12],
+            ),
+        }
+        for workers, parts in refusals.items():
+            with ChatPShard(workers=list(workers)) as model, pytest.raises(FleetMismatchError) as caught:
+                model.invoke("Hi")
+            assert [part for part in parts if part not in str(caught.value)] == [], caught.value
+    with ChatPShard(workers=tiny_fleet, max_tokens=4) as model:
+        assert model.invoke("Hi").usage_metadata is not None  # none of it has hurt the fleet

@@ -25,7 +25,7 @@ KV_BYTES = 8 << 20
 
 
 def settings(runner: RunnerName = "paged", numerics: NumericsName = "exact", *, kv_memory_bytes: int = KV_BYTES) -> Settings:
-    return Settings(runner=runner, numerics=numerics, threads=2, kv_memory_bytes=kv_memory_bytes)
+    return Settings(runner=runner, numerics=numerics, threads=1, kv_memory_bytes=kv_memory_bytes)
 
 
 def same_rows(numerics: NumericsName, logits: Logits, expected: Logits) -> bool:
