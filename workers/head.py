@@ -25,8 +25,15 @@ class _StreamTokens:
     """How a stream is sampled, and its tokens so far when a penalty asks for them. Invariant: one kind for each token."""
 
     params: SamplingParams
+    has_penalties: bool = field(init=False)
+    is_plain: bool = field(init=False)
+    """The highest logit is all it takes."""
     tokens: list[int] = field(default_factory=list)
     kinds: list[SliceKind] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.has_penalties = self.params.has_penalties
+        self.is_plain = self.params.is_greedy and not self.has_penalties and self.params.top_logprobs is None
 
     def advance(self, piece: RunSlice) -> None:
         """The one step rule, as the runner applies it to KV."""
@@ -83,11 +90,11 @@ class Head:
         row = 0
         for piece in slices:
             stream = self._streams[piece.key]
-            if stream.params.has_penalties:
+            if stream.has_penalties:
                 stream.advance(piece)
             rows = slice(row, row + piece.num_sampled)
             row += piece.num_sampled
-            if _is_plain(stream.params):
+            if stream.is_plain:
                 results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
             else:
                 results.append(_sample_rows(stream, piece, logits[rows]))
@@ -108,10 +115,6 @@ def _check_rows(logits: Logits, highest: npt.NDArray[np.int32], slices: Sequence
     )
 
 
-def _is_plain(params: SamplingParams) -> bool:
-    return params.is_greedy and not params.has_penalties and params.top_logprobs is None
-
-
 def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits) -> SliceResult:
     """Sample the trailing rows of one slice, [num_sampled, vocab], one by one."""
     params = stream.params
@@ -119,7 +122,7 @@ def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits) -> Slic
     logprobs: list[TokenLogprobs] = []
     first = piece.start + len(piece.tokens) - piece.num_sampled  # logical position of the first sampled row
     for offset, row in enumerate(logits):
-        history = stream.until(first + offset) if params.has_penalties else _NO_HISTORY
+        history = stream.until(first + offset) if stream.has_penalties else _NO_HISTORY
         tokens.append(sample(row, params, position=first + offset, history=history))
         if params.top_logprobs is not None:
             logprobs.append(token_logprobs(row, tokens[-1], params, history))

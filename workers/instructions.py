@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from langchain_pshard.core.bundle import FileEntry
 from langchain_pshard.core.codec import Tensor
@@ -100,24 +99,26 @@ class WaitingStep:
         return sum(len(piece.tokens) for piece in self.slices)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
     """Compute these steps of one stage as one inference; how it went comes back through
     `Worker.computed`, `Worker.sampled` or `Worker.failed`."""
 
     stage_idx: int
     steps: tuple[WaitingStep, ...]
+    slices: tuple[RunSlice, ...] = field(init=False)
+    """The slices of all steps, in order; a stream appears once."""
 
-    @cached_property
-    def slices(self) -> tuple[RunSlice, ...]:
-        """The slices of all steps, in order; a stream appears once."""
-        return tuple(piece for waiting in self.steps for piece in waiting.slices)
+    def __post_init__(self) -> None:
+        steps = self.steps
+        slices = steps[0].slices if len(steps) == 1 else tuple(piece for waiting in steps for piece in waiting.slices)
+        object.__setattr__(self, "slices", slices)
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
         return sum(waiting.num_tokens for waiting in self.steps)
 
-    @cached_property
+    @property
     def hidden(self) -> Tensor | None:
         """[num_tokens, hidden], or None on the first stage; a single step's rows are not copied."""
         tensors = [waiting.hidden for waiting in self.steps if waiting.hidden is not None]

@@ -128,13 +128,13 @@ class Stage:
         if num_tokens > MAX_STEP_TOKENS:
             text = f"a step of {num_tokens} tokens; at most {MAX_STEP_TOKENS} are allowed: send several"
             return all_dropped(step, ProtocolError.code, text)
-        times = Counter(piece.stream for piece in step.slices)
+        times = Counter(piece.stream for piece in step.slices) if len(step.slices) > 1 else {}
         kept: list[int] = []
         slices: list[RunSlice] = []
         failures: dict[StreamId, StreamFailure] = {}
         for idx, piece in enumerate(step.slices):
             tokens = np.frombuffer(piece.tokens[: piece.num_tokens * 4], dtype="<i4")
-            fault = "the stream comes twice in one step" if times[piece.stream] > 1 else self._fault(piece, tokens)
+            fault = "the stream comes twice in one step" if times.get(piece.stream, 1) > 1 else self._fault(piece, tokens)
             key = StreamKey(step.client, piece.stream)
             if fault:
                 failures[piece.stream] = StreamFailure(piece.stream, ProtocolError.code, f"malformed slice: {fault}")

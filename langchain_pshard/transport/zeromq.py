@@ -30,6 +30,7 @@ RECONNECT_MAX_MS = 2_000
 QUEUE_MARK = 1_000  # messages, for each peer and direction
 LINGER_MS = 200  # lets a parting message leave
 _COPY_BELOW_BYTES = 64 << 10  # zero-copy frames cost more than they save below this
+_READABLE = int(zmq.POLLIN)  # a plain number: arithmetic on the flag makes an enum object each time
 _MAX_BURST = 256  # messages taken from one socket per poll, so that one noisy peer cannot starve the others
 LISTENER = Link(0)
 
@@ -169,11 +170,10 @@ class ZmqHub:
     def _receive(self, source: zmq.Socket[bytes], link: Link) -> list[Event]:
         events: list[Event] = []
         for _ in range(_MAX_BURST):
-            try:
-                parts = source.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            # Asking first costs less than the exception of an empty socket, and a copy less than a frame object, but for the largest.
+            if not int(source.getsockopt(zmq.EVENTS)) & _READABLE:
                 break
-            frames: list[Buffer] = [part.buffer for part in parts]
+            frames: list[Buffer] = [*source.recv_multipart(zmq.NOBLOCK)]
             try:
                 if link == LISTENER:
                     message, tensor = decode(frames[1:])

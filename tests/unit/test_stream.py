@@ -72,7 +72,7 @@ def test_what_is_cached_is_not_sent_and_two_tokens_are_left(num_prompt: int, cac
     assert stream.num_prompt_left == num_prompt - start
     assert stream.next_chunk(num_prompt - start, StepId(1), 0.0).start == start
     result = SliceResult(StreamId(1), pack_tokens([7]))
-    delivery = stream.apply(result, (), 0.0)
+    delivery = stream.apply(result, (), 0.0, 0.0)
     assert delivery is not None
     assert delivery.stats.num_cached_tokens == start
 
