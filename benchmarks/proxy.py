@@ -1,4 +1,4 @@
-"""A long way between machines, on one machine: a TCP proxy that hands every chunk on when it is due, with any number of them on the way.
+"""A long way between machines, on one machine: a TCP proxy that hands chunks on when they are due, any number on the way.
 
 Delay, not bandwidth, is what it makes: a chunk that came at t leaves at t + delay, in order, however many came before. Throughput is that
 of the loopback, and a protocol that waits for answers shows exactly how often it waits.
@@ -111,7 +111,7 @@ class DelayProxy:
 
 @contextlib.contextmanager
 def delayed(addresses: Sequence[str], one_way_ms: float) -> Iterator[list[str]]:
-    """Addresses that lead to the same workers with so long a way to each: client to first stage, stage to stage, last stage to client all
-    take it, because every link of a chain is dialled by the address that the client knows."""
+    """Addresses that lead to the same workers with so long a way to each. Client to first stage, stage to stage, and last stage to client
+    all take it, because every link of a chain is dialled by the address that the client knows."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(DelayProxy(address, one_way_ms)).address for address in addresses]

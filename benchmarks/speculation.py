@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.console import Console
 from rich.progress import Progress
@@ -94,9 +95,7 @@ def run_ngram(console: Console) -> Report:
         client.complete("Once upon a time", NGRAM)
         for _ in range(REPETITIONS):
             for name, prompt in PROMPTS.items():
-                series[name].measure(
-                    lambda prompt=prompt: client.complete(prompt, PLAIN), lambda prompt=prompt: client.complete(prompt, NGRAM)
-                )
+                series[name].measure(partial(client.complete, prompt, PLAIN), partial(client.complete, prompt, NGRAM))
                 progress.advance(measuring)
     ratios = [one.ratio for one in series.values()]
     return Report(
