@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from langchain_pshard.core.errors import GrammarError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
+from workers.grammar import GrammarCompiler, Mask, Matcher, highest_allowed, masked
 from workers.runners.runner import Logits, RunSlice, StreamKey
 
 
@@ -20,6 +23,7 @@ class _StreamTokens:
     """How a stream is sampled, and its tokens so far when a penalty asks for them. Invariant: one kind for each token."""
 
     params: SamplingParams
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     kinds: list[SliceKind] = field(default_factory=list)
 
@@ -45,12 +49,26 @@ _NO_HISTORY = History(prompt=(), generated=())
 class Head:
     """Samples for the open streams of a last stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: GrammarCompiler | None = None) -> None:
+        """
+        Args:
+            grammars: needed for streams that open with a grammar.
+        """
+        self._grammars = grammars
         self._streams: dict[StreamKey, _StreamTokens] = {}
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None:
-        """Sample `key` by `params` from now on, with an empty history."""
-        self._streams[key] = _StreamTokens(params)
+    def open(self, key: StreamKey, params: SamplingParams, grammar: Grammar | None = None) -> None:
+        """Sample `key` by `params` from now on, with an empty history, and only what `grammar` allows.
+
+        Raises:
+            GrammarError, MissingExtraError: the grammar cannot be enforced; the stream is not open.
+        """
+        matcher = None
+        if grammar is not None:
+            if self._grammars is None:
+                raise GrammarError("this worker enforces no grammars")
+            matcher = self._grammars.compile(grammar)
+        self._streams[key] = _StreamTokens(params, matcher)
 
     def close_stream(self, key: StreamKey) -> None:
         """Forget a stream; unknown ones are ignored."""
@@ -77,10 +95,11 @@ class Head:
                 stream.advance(piece)
             rows = slice(row, row + piece.num_sampled)
             row += piece.num_sampled
-            if _is_plain(stream.params):
+            masks = stream.matcher.advance(piece) if stream.matcher is not None else None
+            if _is_plain(stream.params) and masks is None:
                 results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
             else:
-                results.append(_sample_rows(stream, piece, logits[rows]))
+                results.append(_sample_rows(stream, piece, logits[rows], masks))
         return results
 
 
@@ -88,13 +107,18 @@ def _is_plain(params: SamplingParams) -> bool:
     return params.is_greedy and not params.has_penalties and params.top_logprobs is None
 
 
-def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits) -> SliceResult:
-    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one."""
+def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, masks: list[Mask] | None) -> SliceResult:
+    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its mask allows."""
     params = stream.params
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     first = piece.start + len(piece.tokens) - piece.num_sampled  # logical position of the first sampled row
     for offset, row in enumerate(logits):
+        if masks is not None:
+            if _is_plain(params):
+                tokens.append(highest_allowed(row, masks[offset]))
+                continue
+            row = masked(row, masks[offset])  # penalties and log-probabilities are of what may come
         history = stream.until(first + offset) if params.has_penalties else _NO_HISTORY
         tokens.append(sample(row, params, position=first + offset, history=history))
         if params.top_logprobs is not None:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from langchain_pshard.core.bundle import FileEntry
 from langchain_pshard.core.codec import Tensor
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import Message, MicroBatch, RequestId, Step
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Link
@@ -62,6 +63,7 @@ class OpenStream:
     key: StreamKey
     num_tokens: int
     sampling: SamplingParams
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import psutil
 
 from langchain_pshard.core.errors import BundleError, InferenceError, PShardError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
@@ -44,7 +45,8 @@ logger = logging.getLogger("pshard.worker")
 class Sampler(Protocol):
     """What the last stage needs besides its runner; `head.Head` is the real one."""
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None: ...
+    def open(self, key: StreamKey, params: SamplingParams, grammar: Grammar | None = None) -> None:
+        """Raises PShardError when it cannot: then the stream is not open."""
 
     def close_stream(self, key: StreamKey) -> None: ...
 
@@ -177,12 +179,15 @@ class Server:
         return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
 
     def _open(self, wanted: OpenStream) -> PShardError | None:
+        is_last = self._worker.stage(wanted.stage_idx).shape.is_last
         try:
+            if is_last:  # before KV is set aside: a grammar may be refused
+                self._sampler.open(wanted.key, wanted.sampling, wanted.grammar)
             self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens)
         except PShardError as error:
+            if is_last:
+                self._sampler.close_stream(wanted.key)
             return error
-        if self._worker.stage(wanted.stage_idx).shape.is_last:
-            self._sampler.open(wanted.key, wanted.sampling)
         return None
 
     def _read_piece(self, piece: ReplyPiece) -> Message:

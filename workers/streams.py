@@ -49,7 +49,8 @@ class Streams:
     def _next_open(self, key: StreamKey) -> Instruction:
         admission = self._admissions[key]
         stage_idx = admission.stages[admission.num_opened]
-        return OpenStream(stage_idx=stage_idx, key=key, num_tokens=admission.ask.num_tokens, sampling=admission.ask.sampling)
+        ask = admission.ask
+        return OpenStream(stage_idx=stage_idx, key=key, num_tokens=ask.num_tokens, sampling=ask.sampling, grammar=ask.grammar)
 
     def opened(self, key: StreamKey, error: PShardError | None) -> list[Instruction]:
         """How the last OpenStream went: on to the next stage, or undo the earlier ones."""

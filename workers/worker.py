@@ -247,7 +247,7 @@ class Worker:
                 StateLostError.code, f"worker {self._identity.worker} {at}{state}; the stream is of epoch {ask.epoch}: join first"
             )
         if known is not None:
-            is_same = known.num_tokens == ask.num_tokens and known.sampling == ask.sampling
+            is_same = (known.num_tokens, known.sampling, known.grammar) == (ask.num_tokens, ask.sampling, ask.grammar)
             return None if is_same else refused(ProtocolError.code, f"stream {ask.stream} is open with other parameters: use another id")
         if self._is_draining:
             return self._is_leaving(ask.request)

@@ -17,6 +17,7 @@ from typing import NewType
 import msgspec
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -173,6 +174,8 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     stream: StreamId
     num_tokens: int
     sampling: SamplingParams
+    grammar: Grammar | None = None
+    """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
 
 
 class Opened(_Message, frozen=True, kw_only=True, tag="opened"):

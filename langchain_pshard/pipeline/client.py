@@ -217,6 +217,7 @@ class PipelineClient:
                 sink=sink,
                 timeout_s=params.timeout_s,
                 drafter=drafter,
+                grammar=params.grammar,
             )
 
         return make

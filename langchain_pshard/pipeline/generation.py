@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 1024
@@ -26,6 +27,8 @@ class GenerationParams:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout_s: float | None = None
     """Longest time from the call to the last token."""
+    grammar: Grammar | None = None
+    """What the whole text must conform to; the generation ends when it is complete."""
     ignore_eos: bool = False
     """Generate on past end tokens, for measurements of a fixed length."""
 

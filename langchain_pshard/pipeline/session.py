@@ -384,6 +384,7 @@ class Session:
             stream=stream.id,
             num_tokens=stream.request.num_positions,
             sampling=stream.request.sampling,
+            grammar=stream.request.grammar,
         )
 
     def _new_request(self) -> RequestId:

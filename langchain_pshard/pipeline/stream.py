@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.generation import FinishReason, GenerationStats
@@ -47,6 +48,7 @@ class StreamRequest:
     sink: Sink
     timeout_s: float | None = None
     drafter: Drafter | None = None
+    grammar: Grammar | None = None
 
     @property
     def num_positions(self) -> int:
