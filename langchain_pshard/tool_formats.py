@@ -1,7 +1,7 @@
 """How models write tool calls, and the reader that takes them out of a text while it streams. Pure; knows nothing of LangChain.
 
-Every common way is JSON somewhere: between marks (`<tool_call>{...}</tool_call>`, `[TOOL_CALLS][{...}]`, `<|tool_call|>[...]<|/tool_call|>`,
-`[TOOL_CALLS]name[ARGS]{...}`), or bare, as the whole answer or in a code fence. One reader knows them all; a format says which marks a
+Every common way is JSON somewhere: between marks (`<tool_call>{...}</tool_call>`, `[TOOL_CALLS][{...}]`, `[TOOL_CALLS]name[ARGS]{...}`,
+`<|tool_call|>[...]<|/tool_call|>`), or bare, as the whole answer or in a code fence. One reader knows them all; a format says which marks a
 model uses and how a call begins.
 
 What a text comes to does not depend on how it was cut into pieces.

@@ -1,6 +1,6 @@
 """Constrained decoding: which tokens may follow, stream by stream.
 
-llguidance compiles grammars against the bundle's tokenizer and keeps the state of the text. Reading the tokenizer of Gemma 3 takes 3 s of CPU,
+llguidance compiles grammars against the bundle's tokenizer and keeps the state of the text. Reading the tokenizer of Gemma 3 takes 3 s,
 holds Python's lock meanwhile and leaves 230 MB behind, so it is done once, in a thread that runs while the weights load. How a token is
 chosen among the allowed ones stays with `head`.
 """

@@ -195,7 +195,7 @@ class PipelineClient:
         self.close()
 
     def _assembler(self, params: GenerationParams) -> Assembler:
-        return Assembler(TextStream(self.tokenizer, params.stop))
+        return Assembler(TextStream(self.tokenizer, params.stop, params.marks))
 
     def _request(self, prompt: str | Sequence[int], params: GenerationParams, drafter: Drafter | None) -> MakeRequest:
         """The checked request, but for its sink."""

@@ -27,6 +27,8 @@ class GenerationParams:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout_s: float | None = None
     """Longest time from the call to the last token."""
+    marks: tuple[str, ...] = ()
+    """Special tokens that are shown in the text, for a caller that reads them (tool calls, reasoning)."""
     grammar: Grammar | None = None
     """What the whole text must conform to; the generation ends when it is complete."""
     ignore_eos: bool = False

@@ -1,4 +1,4 @@
-"""Random JSON schemas with short values, and a plain reading of what it means to conform to one, apart from the library that enforces them."""
+"""Random JSON schemas with short values, and a plain reading of what conforms to one, apart from the library that enforces them."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 
@@ -54,7 +55,7 @@ def outcome(pieces: Iterable[Piece]) -> Outcome:
 def read(text: str, form: ToolFormat, *, cuts: Iterable[int] = (), max_calls: int | None = None, is_call: bool = False) -> Outcome:
     reader = ToolCallReader(form, NAMES, max_calls=max_calls, is_call=is_call)
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(text)), len(text)]
-    pieces = [piece for start, end in zip(edges, edges[1:], strict=False) for piece in reader.push(text[start:end])]
+    pieces = [piece for start, end in itertools.pairwise(edges) for piece in reader.push(text[start:end])]
     return outcome([*pieces, *reader.finish()])
 
 
