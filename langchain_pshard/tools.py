@@ -10,6 +10,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from langchain_pshard.core.errors import InvalidOptionError
 
+_JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _ALIASES = {"any": "required"}
 
 
@@ -81,7 +82,7 @@ def schema_of(schema: Any, *, strict: bool | None = None) -> dict[str, Any]:
 
 def as_response_format(value: Any) -> Any:
     """A response format in OpenAI's form; classes and bare JSON schemas stand for themselves."""
-    if value is None or (isinstance(value, Mapping) and value.get("type") in ("text", "json_object", "json_schema", "regex", "lark")):
+    if value is None or (isinstance(value, Mapping) and isinstance(value.get("type"), str) and value["type"] not in _JSON_TYPES):
         return value
     schema = schema_of(value)
     return {"type": "json_schema", "json_schema": {"name": str(schema.get("title", "answer")), "schema": schema}}

@@ -254,7 +254,8 @@ def prompted(template: str | None, *messages: BaseMessage, **options: Any) -> tu
 def test_tools_go_where_the_template_wants_them() -> None:
     text, _ = prompted(HERMES_TEMPLATE, HumanMessage("Hi"), tools=[ADD], lead_in="<tool_call>\n")
     assert text == (
-        f"<s><|im_start|>system\n{json.dumps(ADD)}\nuse <tool_call><|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
+        f"<s><|im_start|>system\n{json.dumps(ADD)}\nuse <tool_call><|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>\n"
     )
 
 
