@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +147,24 @@ class Tokenizer:
             pieces[0] = placeholder_of[pieces[0][:head]] + pieces[0][head:]
         return text[:start] + "".join(pieces) + text[start + len(inner) :]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special and end tokens left out. Ids outside the vocabulary are left out too."""
-        shown = [token_id for token_id in ids if token_id not in self._hidden_ids]
+    def decode(self, ids: Sequence[int], *, marks: frozenset[int] = frozenset()) -> str:
+        """Text of `ids`, special and end tokens left out but for those in `marks`. Ids outside the vocabulary are left out too."""
+        shown = [token_id for token_id in ids if self.is_shown(token_id, marks)]
         if not self._bytes or self._bytes.keys().isdisjoint(shown):
-            return self._fast.decode(shown, skip_special_tokens=True)
+            return self._fast.decode(shown, skip_special_tokens=not marks)
         return self._decode_with_bytes(shown)
 
-    def is_shown(self, token_id: int) -> bool:
-        """Whether the token can add to the text: neither special nor an end token."""
-        return token_id not in self._hidden_ids
+    def is_shown(self, token_id: int, marks: frozenset[int] = frozenset()) -> bool:
+        """Whether the token can add to the text: neither special nor an end token, or one of `marks`."""
+        return token_id not in self._hidden_ids or token_id in marks
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special ones too; a part of a character shows as a replacement character."""
+        return self._fast.decode([token_id], skip_special_tokens=False)
+
+    def marks(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens among `texts`, for `decode`."""
+        return frozenset(self.special_tokens[text] for text in texts if text in self.special_tokens)
 
     def _decode_with_bytes(self, ids: list[int]) -> str:
         tokens: list[str] = []

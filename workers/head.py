@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from langchain_pshard.core.errors import InferenceError
+from langchain_pshard.core.errors import GrammarError, InferenceError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
+from workers.grammar import GrammarCompiler, Mask, Matcher, highest_allowed, masked
 from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 MAX_LOGIT = 1e30
@@ -25,9 +27,10 @@ class _StreamTokens:
     """How a stream is sampled, and its tokens so far when a penalty asks for them. Invariant: one kind for each token."""
 
     params: SamplingParams
+    matcher: Matcher | None = None
     has_penalties: bool = field(init=False)
     is_plain: bool = field(init=False)
-    """The highest logit is all it takes."""
+    """The highest logit (that the grammar allows) is all it takes."""
     tokens: list[int] = field(default_factory=list)
     kinds: list[SliceKind] = field(default_factory=list)
 
@@ -57,13 +60,28 @@ _NO_HISTORY = History(prompt=(), generated=())
 class Head:
     """Samples for the open streams of a last stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: GrammarCompiler | None = None) -> None:
+        """
+        Args:
+            grammars: needed for streams that open with a grammar.
+        """
+        self._grammars = grammars
         self._streams: dict[StreamKey, _StreamTokens] = {}
 
-    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray = NO_TOKENS) -> None:
-        """Sample `key` by `params` from now on. Its history is `prompt`, of which the first slice rewinds what it computes itself."""
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray = NO_TOKENS, grammar: Grammar | None = None) -> None:
+        """Sample `key` by `params` from now on, and only what `grammar` allows. Its history is `prompt`, of which the first slice rewinds
+        what it computes itself.
+
+        Raises:
+            GrammarError, MissingExtraError: the grammar cannot be enforced; the stream is not open.
+        """
+        matcher = None
+        if grammar is not None:
+            if self._grammars is None:
+                raise GrammarError("this worker enforces no grammars")
+            matcher = self._grammars.compile(grammar)
         history = prompt.tolist() if params.has_penalties else []
-        self._streams[key] = _StreamTokens(params, history, [SliceKind.PREFILL] * len(history))
+        self._streams[key] = _StreamTokens(params, matcher, history, [SliceKind.PREFILL] * len(history))
 
     def close_stream(self, key: StreamKey) -> None:
         """Forget a stream; unknown ones are ignored."""
@@ -94,10 +112,11 @@ class Head:
                 stream.advance(piece)
             rows = slice(row, row + piece.num_sampled)
             row += piece.num_sampled
-            if stream.is_plain:
+            masks = stream.matcher.advance(piece) if stream.matcher is not None else None
+            if stream.is_plain and masks is None:
                 results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
             else:
-                results.append(_sample_rows(stream, piece, logits[rows]))
+                results.append(_sample_rows(stream, piece, logits[rows], masks))
         return results
 
 
@@ -115,13 +134,18 @@ def _check_rows(logits: Logits, highest: npt.NDArray[np.int32], slices: Sequence
     )
 
 
-def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits) -> SliceResult:
-    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one."""
+def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, masks: list[Mask] | None) -> SliceResult:
+    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its mask allows."""
     params = stream.params
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     first = piece.start + len(piece.tokens) - piece.num_sampled  # logical position of the first sampled row
     for offset, row in enumerate(logits):
+        if masks is not None:
+            if stream.is_plain:
+                tokens.append(highest_allowed(row, masks[offset]))
+                continue
+            row = masked(row, masks[offset])  # penalties and log-probabilities are of what may come
         history = stream.until(first + offset) if stream.has_penalties else _NO_HISTORY
         tokens.append(sample(row, params, position=first + offset, history=history))
         if params.top_logprobs is not None:

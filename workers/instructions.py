@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from langchain_pshard.core.bundle import FileEntry
 from langchain_pshard.core.codec import Tensor
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import Message, MicroBatch, RequestId, Step
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Link
@@ -64,6 +65,7 @@ class OpenStream:
     sampling: SamplingParams
     prompt: bytes = b""
     """Token ids, int32 little-endian; empty when it shares nothing."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

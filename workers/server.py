@@ -16,6 +16,7 @@ import psutil
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
@@ -46,7 +47,8 @@ logger = logging.getLogger("pshard.worker")
 class Sampler(Protocol):
     """What the last stage needs besides its runner; `head.Head` is the real one."""
 
-    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray) -> None: ...
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray, grammar: Grammar | None = None) -> None:
+        """Raises PShardError when it cannot: then the stream is not open."""
 
     def close_stream(self, key: StreamKey) -> None: ...
 
@@ -180,14 +182,16 @@ class Server:
         return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
 
     def _open(self, wanted: OpenStream) -> int | PShardError:
+        is_last = self._worker.stage(wanted.stage_idx).shape.is_last
         prompt = np.frombuffer(wanted.prompt, dtype="<i4")
         try:
-            num_cached = self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens, prompt)
+            if is_last:  # before KV is set aside: a grammar may be refused
+                self._sampler.open(wanted.key, wanted.sampling, prompt, wanted.grammar)
+            return self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens, prompt)
         except PShardError as error:
+            if is_last:
+                self._sampler.close_stream(wanted.key)
             return error
-        if self._worker.stage(wanted.stage_idx).shape.is_last:
-            self._sampler.open(wanted.key, wanted.sampling, prompt)
-        return num_cached
 
     def _read_piece(self, piece: ReplyPiece) -> Message:
         path = self._bundle / piece.file.path

@@ -61,7 +61,9 @@ class Streams:
         admission = self._admissions[key]
         ask = admission.ask
         stage_idx = admission.stages[len(admission.cached)]
-        return OpenStream(stage_idx=stage_idx, key=key, num_tokens=ask.num_tokens, sampling=ask.sampling, prompt=ask.prompt)
+        return OpenStream(
+            stage_idx=stage_idx, key=key, num_tokens=ask.num_tokens, sampling=ask.sampling, prompt=ask.prompt, grammar=ask.grammar
+        )
 
     def opened(self, key: StreamKey, outcome: int | PShardError) -> list[Instruction]:
         """How the last OpenStream went, cached positions or an error: on to the next stage, or undo the earlier ones."""

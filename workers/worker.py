@@ -249,7 +249,8 @@ class Worker:
                 StateLostError.code, f"worker {self._identity.worker} {at}{state}; the stream is of epoch {ask.epoch}: join first"
             )
         if known is not None:
-            is_same = (known.num_tokens, known.sampling, known.prompt) == (ask.num_tokens, ask.sampling, ask.prompt)
+            said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar) for one in (known, ask))
+            is_same = said == says
             return None if is_same else refused(ProtocolError.code, f"stream {ask.stream} is open with other parameters: use another id")
         if self._is_draining:
             return self._is_leaving(ask.request)

@@ -39,6 +39,12 @@ class InvalidOptionError(UsageError, ValueError):
     code = "invalid-option"
 
 
+class GrammarError(InvalidOptionError):
+    """A grammar (JSON schema, regular expression, Lark) is broken or asks for what cannot be enforced; the message names the part."""
+
+    code = "grammar"
+
+
 class MissingExtraError(UsageError, ImportError):
     """A feature needs packages of an extra that is not installed."""
 

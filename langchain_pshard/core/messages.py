@@ -17,6 +17,7 @@ from typing import NewType
 import msgspec
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -176,6 +177,8 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     prompt: bytes = b""
     """The prompt's token ids, int32 little-endian (its beginning will do): a stage may hold KV of the same text already. Empty when the
     stream is to share nothing with others."""
+    grammar: Grammar | None = None
+    """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
 
 
 class Opened(_Message, frozen=True, kw_only=True, tag="opened"):

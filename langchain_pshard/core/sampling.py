@@ -82,7 +82,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     chosen: float
     top: tuple[tuple[int, float], ...]
-    """(token id, log-probability), most likely first."""
+    """(token id, log-probability), most likely first; tokens that cannot be drawn (a grammar forbids them) are left out."""
 
 
 class History(msgspec.Struct, frozen=True):
@@ -219,4 +219,6 @@ def token_logprobs(logits: Logits, chosen: int, params: SamplingParams, history:
     highest = float(logits.max())
     log_total = highest + math.log(float(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
     ids = _ranked_ids(logits, min(params.top_logprobs, logits.shape[0])) if params.top_logprobs else np.arange(0)
-    return TokenLogprobs(float(logits[chosen]) - log_total, tuple((int(i), float(logits[i]) - log_total) for i in ids))
+    return TokenLogprobs(
+        float(logits[chosen]) - log_total, tuple((int(i), float(logits[i]) - log_total) for i in ids if logits[i] > -math.inf)
+    )

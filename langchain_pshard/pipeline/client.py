@@ -200,7 +200,7 @@ class PipelineClient:
         self.close()
 
     def _assembler(self, params: GenerationParams) -> Assembler:
-        return Assembler(TextStream(self.tokenizer, params.stop))
+        return Assembler(TextStream(self.tokenizer, params.stop, params.marks))
 
     def _request(self, prompt: str | Sequence[int], params: GenerationParams, drafter: Drafter | None) -> MakeRequest:
         """The checked request, but for its sink."""
@@ -225,6 +225,7 @@ class PipelineClient:
                 drafting=None if drafter is None else begin(drafter, tokens),
                 num_drafts=None if params.draft_tokens == "auto" else params.draft_tokens,
                 prefix_cache=params.prefix_cache,
+                grammar=params.grammar,
             )
 
         return make

@@ -345,6 +345,7 @@ class Session:
             num_tokens=stream.request.num_positions,
             sampling=stream.request.sampling,
             prompt=stream.shared_prompt,
+            grammar=stream.request.grammar,
         )
 
     def _new_request(self) -> RequestId:

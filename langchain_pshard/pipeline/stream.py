@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.account import Account
@@ -58,6 +59,8 @@ class StreamRequest:
     """How many drafts ride with each step; None: as many as pay."""
     prefix_cache: bool = True
     """Whether the beginning of the prompt may be shared with other streams."""
+    grammar: Grammar | None = None
+    """What the generated text must conform to."""
 
     @property
     def num_positions(self) -> int:

@@ -17,7 +17,7 @@ class FakeClient:
 
     def __init__(self, tokenizer: Tokenizer, *scripts: Sequence[str | Exception]) -> None:
         self.tokenizer = tokenizer
-        self.manifest: Any = SimpleNamespace(model_name="fake-model", fingerprint="f" * 64)
+        self.manifest: Any = SimpleNamespace(model_name="fake-model", fingerprint="f" * 64, context_length=2048)
         self.scripts = list(scripts) or [["Hello", " world"]]
         self.prompts: list[str] = []
         self.params: list[GenerationParams] = []

@@ -11,6 +11,7 @@ import numpy as np
 from langchain_pshard.core.bundle import FileEntry, LayerSpan, Manifest, StageEntry, WeightMode
 from langchain_pshard.core.codec import Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import CapacityError, InferenceError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import (
     ClientId,
     DType,
@@ -193,7 +194,7 @@ class FakeSampler:
 
     streams: dict[StreamKey, SamplingParams] = field(default_factory=dict)
 
-    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray) -> None:
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray, grammar: Grammar | None = None) -> None:
         self.streams[key] = params
 
     def close_stream(self, key: StreamKey) -> None:

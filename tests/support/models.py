@@ -91,7 +91,7 @@ def build_tiny(architecture: str, folder: Path, *, seed: int = 0, **config_overr
     model.generation_config = transformers.GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=0)
     with _no_bars():
         model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -106,7 +106,7 @@ def _no_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Byte-level BPE without merges: one token a byte, whatever the text."""
     byte_characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     character_of_byte = _byte_characters()
