@@ -21,7 +21,7 @@ import openvino as ov
 from openvino._offline_transformations import compress_model_transformation
 
 from export_tools.architectures import ModelShape
-from export_tools.compress import compress_stage
+from export_tools.compress import WeightModes, compress_stage
 from export_tools.convert import convert_stage
 from export_tools.progress import Progress
 from export_tools.stage_module import StageModule
@@ -45,11 +45,6 @@ class PartBytes:
     layers: tuple[int, ...]
     embedding: int
     head: int
-
-    @property
-    def num_bytes(self) -> int:
-        """All of them: a little less than a bundle takes, whose scales and graphs come on top."""
-        return sum(self.layers) + self.embedding + self.head
 
 
 def layer_kinds(layers: Sequence[Any]) -> tuple[Hashable, ...]:
@@ -106,8 +101,7 @@ def measure_costs(
     kinds: Sequence[Hashable],
     stored: PartBytes,
     *,
-    weights: WeightMode,
-    group_size: int,
+    modes: WeightModes,
     activation_group_size: int,
     progress: Progress,
 ) -> ModelCosts:
@@ -118,14 +112,15 @@ def measure_costs(
         shape: the model's numbers.
         kinds: of each layer, from `layer_kinds`.
         stored: stored bytes of the parts.
-        weights, group_size, activation_group_size: as in the manifest.
+        modes: how the parts are stored.
+        activation_group_size: as in the manifest.
         progress: shows each step.
     """
     spans = spans_to_measure(kinds, stored.layers)
     compiled = []
     with progress.task(f"measuring costs: preparing {len(spans)} samples", total=len(spans)) as advance:
         for span in spans:
-            model = _sample(cut(span), shape, span, weights, group_size)
+            model = _sample(cut(span), shape, span, modes)
             compiled.append(ov.Core().compile_model(model, "CPU", fast_properties(activation_group_size, threads=1)))
             advance(1)
     with progress.task("measuring costs: timing"):
@@ -170,12 +165,12 @@ def _prefill(
     return {kind: layer_ms[kind] if kind in known else layer_decode[kind] * ratio for kind in layer_ms}, embedding_ms
 
 
-def _sample(stage: StageModule, shape: ModelShape, span: LayerSpan, weights: WeightMode, group_size: int) -> ov.Model:
+def _sample(stage: StageModule, shape: ModelShape, span: LayerSpan, modes: WeightModes) -> ov.Model:
     """A stage as it would stand in the bundle, without the way over the disk."""
     model = convert_stage(stage, shape)
     make_stateful(model, shape, span)
-    model = compress_stage(model, weights, group_size)
-    if weights is WeightMode.FP16:
+    model = compress_stage(model, modes)
+    if modes.layers is WeightMode.FP16:
         compress_model_transformation(model)
     return model
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 import transformers
 
-from export_tools.compress import embedding_and_head_mode
+from export_tools.compress import WeightModes
 from export_tools.export import part_bytes
 from export_tools.placement import ModelProfile
 from export_tools.profile import estimated_profile
 from export_tools.progress import SilentProgress
 from export_tools.source import identify
+from export_tools.weights import sizes_of
 from langchain_pshard.core.bundle import WeightMode
 
 
@@ -24,14 +25,15 @@ def profile_of_source(source: str, weights: WeightMode) -> ModelProfile:
     found = identify(source, SilentProgress())
     with torch.device("meta"):
         model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(found.config)](found.config)
-    stored = part_bytes(model, weights)
+    modes = WeightModes.of(weights, embedding=None, head=None, group_size=128)
+    stored = part_bytes(sizes_of(model), modes)
     return estimated_profile(
         name=found.name,
         layer_bytes=stored.layers,
         embedding_bytes=stored.embedding,
         head_bytes=stored.head,
         weights=weights,
-        ends=embedding_and_head_mode(weights),
+        ends=modes.head,
         hidden_size=found.shape.hidden_size,
         kv_values=2 * found.shape.num_kv_heads * found.shape.head_dim,
     )

@@ -81,6 +81,11 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
         CapacityError: the KV pool does not fit into the memory available.
     """
     ov = _openvino()
+    if settings.runner not in manifest.runners:
+        raise InvalidOptionError(
+            f"the {settings.runner} runner cannot run {manifest.model_name} ({manifest.architecture}): its attention has no such form;"
+            f" valid: --runner {' or '.join(manifest.runners)}"
+        )
     if not 0 <= stage_idx < manifest.num_stages:
         raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
     core = ov.Core()

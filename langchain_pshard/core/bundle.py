@@ -137,8 +137,22 @@ class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.num_bytes for file in self.files)
 
 
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """Shards against the unsplit model over a few short texts, in float32 on the exporting machine."""
+
+    num_texts: int
+    num_tokens: int
+    max_logit_difference: float
+    largest_logit: float
+    """Of the unsplit model, in absolute value: the scale of the difference."""
+    token_agreement: float
+    """Share of positions at which both find the same token most likely."""
+    perplexity_before: float
+    perplexity_after: float
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a bundle says about itself. Fields that are None by default are not written, so that a new one changes no older fingerprint.
+    """What a bundle says about itself. Fields at their default are not written, so that a new one changes no older fingerprint.
 
     Invariants, checked on construction: spans are contiguous from 0 to `num_layers`; `attention_windows` has one entry a
     layer; there is at least one stage; a stored fingerprint equals the computed one.
@@ -172,6 +186,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fingerprint: Fingerprint = Fingerprint("")
     costs: ModelCosts | None = None
     """None where the exporter was told not to measure."""
+    runners: tuple[str, ...] = ("paged", "stateful")
+    """Engines that can run the graphs: attention with capped scores (Gemma 2) has no paged form."""
+    verification: Verification | None = None
+    """None: the export was told not to verify."""
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)

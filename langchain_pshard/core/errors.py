@@ -81,6 +81,12 @@ class SourceError(UsageError):
     code = "source"
 
 
+class VerificationError(UsageError):
+    """The exported shards do not compute what the model computes."""
+
+    code = "verification"
+
+
 class BundleError(UsageError):
     """A bundle or one of its files is missing, damaged or contradicts the manifest."""
 
