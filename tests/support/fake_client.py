@@ -25,6 +25,8 @@ class FakeClient:
         self.is_closed = False
         self.barrier: threading.Barrier | None = None
         self.is_endless = False
+        self.end_text = "!"
+        self.finish_reason = FinishReason.STOP
 
     def generate(self, prompt: list[int], params: GenerationParams) -> Iterator[GenerationChunk]:
         try:
@@ -82,4 +84,4 @@ class FakeClient:
             stage_compute_ms=(1.5,),
             stage_queue_ms=(0.0,),
         )
-        return GenerationChunk(text="!", token_ids=(2,), end=GenerationEnd(finish_reason=FinishReason.STOP, stats=stats))
+        return GenerationChunk(text=self.end_text, token_ids=(2,), end=GenerationEnd(finish_reason=self.finish_reason, stats=stats))
