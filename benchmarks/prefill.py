@@ -40,10 +40,10 @@ def run(console: Console) -> Report:
         split = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=LAYERS), (first_core, second_core))
         whole = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=(sum(LAYERS),)), (first_core,))
         values: dict[str, list[float]] = {"two workers": [], "one worker": []}
-        for seed in range(-1, REPETITIONS):
+        for seed in range(REPETITIONS + 1):
             for chain, name in ((split, "two workers"), (whole, "one worker")):
                 value = _first_token_ms(chain, seed)
-                if seed >= 0:  # the first of each touches its KV for the first time
+                if seed:  # the first of each touches its KV for the first time
                     values[name].append(value)
                     progress.advance(measuring)
     split_samples, whole_samples = (Samples(name=name, unit="ms", values=tuple(each)) for name, each in values.items())

@@ -32,11 +32,11 @@ def run(console: Console) -> Report:
     with Progress(console=console) as progress, contextlib.ExitStack() as stack:
         measuring = progress.add_task(f"{REPETITIONS} prompts, twice each", total=REPETITIONS)
         chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=LAYERS), two_cores())
-        for seed in range(-1, REPETITIONS):
+        for seed in range(REPETITIONS + 1):
             prompt = random_prompt(chain.client, NUM_PROMPT_TOKENS, seed)
             first, second = (chain.client.complete(prompt, _ONE_TOKEN) for _ in range(2))
             assert first.token_ids == second.token_ids, "a cached prompt changed the text"
-            if seed >= 0:  # the first touches its KV for the first time
+            if seed:  # the first touches its KV for the first time
                 cold.append(first.stats.first_token_ms)
                 again.append(second.stats.first_token_ms)
                 num_cached.add(second.stats.num_cached_tokens)
