@@ -1,7 +1,7 @@
 """A long way between machines, on one machine: a TCP proxy that hands chunks on when they are due, any number on the way.
 
-Delay, not bandwidth, is what it makes: a chunk that came at t leaves at t + delay, in order, however many came before. Throughput is that
-of the loopback, and a protocol that waits for answers shows exactly how often it waits.
+Delay, not bandwidth, is what it makes: a chunk that came at t leaves at t + delay, in order, however many came before. So throughput is
+that of the loopback, and a protocol that waits for answers shows exactly how often it waits.
 """
 
 from __future__ import annotations

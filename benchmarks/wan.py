@@ -40,9 +40,8 @@ class _Series:
 
 
 def _decode_rate(generations: list[Generation]) -> float:
-    """Tokens per second of all users together, from the first token on."""
-    tokens = sum(generation.stats.num_generated_tokens - 1 for generation in generations)
-    return 1e3 * tokens / max(generation.stats.decode_ms for generation in generations)
+    """Tokens per second of all users together, each from its first token to its last."""
+    return sum(generation.stats.tokens_per_s for generation in generations)
 
 
 def _full_stack(client: PipelineClient, answers: dict[str, tuple[int, ...]], turn: int) -> list[Generation]:

@@ -2,8 +2,8 @@
 time between machines. Pure.
 
 A stage reads its weights once per inference and computes for every row, so its time is nearly a straight line over rows; the line is
-fitted where the fleet works, by least squares that forget. Until other numbers of rows are seen, and again when they have long not been
-seen, a prior says how steep it is: so what seemed too dear is tried again now and then.
+fitted where the fleet works, by least squares that forget and lean to the lower side. Until other numbers of rows are seen, and again when
+they have long not been seen, a prior says how steep it is: so what seemed too dear is tried again now and then.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ STEP_OVERHEAD_MS = 0.3
 """What a stage spends on a step beside its inference: receiving, deciding, sending."""
 _FORGET = 0.98
 _PRIOR_WEIGHT = 6.0
+_LATE_WEIGHT = 0.2
+"""Weight of a time above the line: what else runs on a machine only ever adds to a step, and the price is what it takes undisturbed."""
 _OUTLIER = 3.0
 _WAY_WINDOW = 32
 
@@ -40,13 +42,15 @@ class CostLine:
 
     def observe(self, count: int, milliseconds: float) -> None:
         """An inference over `count` took so long."""
-        if self._weight > 1.0:  # one hiccup of a machine must not look like a price
-            milliseconds = min(milliseconds, _OUTLIER * self.at(count))
-        self._weight = _FORGET * self._weight + 1.0
-        self._x = _FORGET * self._x + count
-        self._y = _FORGET * self._y + milliseconds
-        self._xx = _FORGET * self._xx + count * count
-        self._xy = _FORGET * self._xy + count * milliseconds
+        weight, expected = 1.0, self.at(count)
+        if self._weight and milliseconds > expected:
+            weight = _LATE_WEIGHT
+            milliseconds = min(milliseconds, _OUTLIER * expected)
+        self._weight = _FORGET * self._weight + weight
+        self._x = _FORGET * self._x + weight * count
+        self._y = _FORGET * self._y + weight * milliseconds
+        self._xx = _FORGET * self._xx + weight * count * count
+        self._xy = _FORGET * self._xy + weight * count * milliseconds
         self._fit()
 
     def at(self, count: float) -> float:

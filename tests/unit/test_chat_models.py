@@ -396,3 +396,18 @@ def test_imports_stay_light() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"
+
+
+def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
+    client = serve(["a"])
+    with ChatPShard(workers=WORKERS, draft_tokens=4) as model:
+        model.invoke("Hi")
+        model.invoke("Hi", draft=None)
+        model.bind(draft="ngram", draft_tokens="auto").invoke("Hi")
+        asked = [(params.draft, params.draft_tokens) for params in client.params]
+        assert asked == [("auto", 4), (None, 4), ("ngram", "auto")]
+        assert "draft" not in model._identifying_params
+        with pytest.raises(InvalidOptionError, match="draft='model' needs a draft shard"):
+            model.invoke("Hi", draft="model")
+        with pytest.raises(InvalidOptionError, match="draft_tokens=0"):
+            model.invoke("Hi", draft_tokens=0)
