@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 from export_tools.display import JsonProgress, as_json, rich_progress, summary
+from export_tools.plan_command import plan
 from export_tools.progress import Progress
 from langchain_pshard.core.bundle import Manifest, WeightMode
 from langchain_pshard.core.errors import MissingExtraError, PShardError
@@ -36,10 +38,27 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r} is no list of layer counts: write one number a stage, such as 10,8", param, ctx)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _WithPlan(click.Command):
+    """A command whose first word may name another one: `pshard-export plan ...`; all else is an export, as it always was."""
+
+    def main(  # type: ignore[override]  # its overloads tell apart what `standalone_mode` returns
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> Any:
+        """See `click.Command.main`."""
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == [plan.name]:
+            return plan.main(words[1:], f"{prog_name or self.name} {plan.name}", **extra)
+        return super().main(words, prog_name, **extra)
+
+
+@click.command(
+    cls=_WithPlan,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`pshard-export plan --help`: which node of a fleet should hold which layers. A model folder called plan is ./plan.",
+)
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to write the bundle to.")
-@click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Number of stages, balanced by weight bytes.  [default: 1]")
+@click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Number of stages, balanced by cost.  [default: 1]")
 @click.option("--layers", type=LayerCounts(), help="Layers per stage, such as 10,8, instead of the balanced cut.")
 @click.option(
     "--weights",
@@ -50,6 +69,12 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
 )
 @click.option(
     "--group-size", type=int, default=128, show_default=True, help="int4 weights that share one scale; smaller is larger and closer."
+)
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="Measure what layers, embedding and head cost here, keep it for `plan`, and balance the stages by it; else by weight bytes.",
 )
 @click.option("--embedding", type=_MODES, help="How the embedding is stored.  [default: int8 for int4, else like --weights]")
 @click.option("--head", type=_MODES, help="How the output head is stored.  [default: int8 for int4, else like --weights]")
@@ -69,6 +94,7 @@ def main(
     layers: tuple[int, ...] | None,
     weights: str,
     group_size: int,
+    measure: bool,
     embedding: str | None,
     head: str | None,
     overwrite: bool,
@@ -102,6 +128,7 @@ def main(
                 head=None if head is None else WeightMode(head),
                 group_size=group_size,
                 overwrite=overwrite,
+                measure=measure,
                 verify_shards=not no_verify,
                 for_genai=genai,
                 trusts_code=trust_remote_code,

@@ -114,7 +114,13 @@ def summary(manifest: Manifest, bundle: Path) -> str:
     mode = manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "")
     what = f"{manifest.model_name} ({manifest.architecture}, {mode})"
     lines = [f"{what} in {_count(manifest.num_stages, 'stage')}, fingerprint {manifest.fingerprint[:12]}"]
-    lines += [f"  stage {idx}: layers {stage.span}, {stage.num_bytes / 2**20:.1f} MiB" for idx, stage in enumerate(manifest.stages)]
+    lines += [
+        f"  stage {idx}: layers {stage.span}, {stage.num_bytes / 2**20:.1f} MiB"
+        + (f", {stage.cost.decode_ms:.2f} ms a token here" if stage.cost else "")
+        for idx, stage in enumerate(manifest.stages)
+    ]
+    if manifest.costs is None:
+        lines.append("  costs were not measured: a cut that was not given balances weight bytes")
     lines += ["", _verification(manifest)]
     options = "" if "paged" in manifest.runners else f" --runner {manifest.runners[0]}"
     if options:
@@ -127,7 +133,12 @@ def summary(manifest: Manifest, bundle: Path) -> str:
 def as_json(manifest: Manifest, bundle: Path) -> str:
     """The same for a program: one JSON object."""
     stages = [
-        {"span": [stage.span.start, stage.span.end], "num_bytes": stage.num_bytes, "worker": worker}
+        {
+            "span": [stage.span.start, stage.span.end],
+            "num_bytes": stage.num_bytes,
+            "decode_ms": stage.cost.decode_ms if stage.cost else None,
+            "worker": worker,
+        }
         for stage, worker in zip(manifest.stages, worker_lines(manifest, bundle), strict=True)
     ]
     document = {

@@ -11,11 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from export_tools import budget, genai, verify
 from export_tools.compress import WeightModes, activation_group_size, compress_stage, save_stage
 from export_tools.convert import convert_stage
+from export_tools.costs import PartBytes, layer_kinds, measure_costs
 from export_tools.draft import Draft, StageRecord, draft_key, open_draft, remove_stale_drafts
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
@@ -31,6 +33,7 @@ from langchain_pshard.core.bundle import (
     FileEntry,
     LayerSpan,
     Manifest,
+    ModelCosts,
     StageEntry,
     Verification,
     WeightMode,
@@ -51,6 +54,7 @@ class _Job:
     text: TextParts
     spans: tuple[LayerSpan, ...]
     modes: WeightModes
+    costs: ModelCosts | None
     verifies: bool
     for_genai: bool
     progress: Progress
@@ -93,6 +97,7 @@ def export_bundle(
     head: WeightMode | None = None,
     group_size: int = 128,
     overwrite: bool = False,
+    measure: bool = False,
     verify_shards: bool = True,
     for_genai: bool = False,
     trusts_code: bool = False,
@@ -107,13 +112,15 @@ def export_bundle(
         source: a model folder, a .gguf file, a hub id, or "demo".
         out: the bundle's folder; its parents are made.
         num_stages: number of stages; None means as many as `layers` has, or 1.
-        layers: layers per stage, in order; None cuts so that the heaviest stage holds as few weight bytes as possible (a decoded
-            token costs the bytes it reads).
+        layers: layers per stage, in order; None cuts so that the slowest stage is as fast as possible: by measured cost, or by weight
+            bytes where nothing was measured (a decoded token costs the bytes it reads).
         weights: how the decoder layers' weights are stored.
         embedding: how the embedding is stored; None is int8 where the layers are int4, else like the layers.
         head: the same for the output head.
         group_size: int4 weights per scale; smaller where it does not divide a channel count.
         overwrite: replace a bundle that is already there.
+        measure: measure what the model's parts cost on this machine and keep it in the manifest. Two measurements differ in their last
+            digits, and so do the fingerprints of two exports, possibly their cuts.
         verify_shards: compare the shards with the unsplit model over a few short texts; the figures go into the manifest.
         for_genai: add what openvino_genai needs to run the stage folder of a 1-stage bundle by itself.
         trusts_code: run Python code that the model brings along where its config asks for it.
@@ -143,7 +150,12 @@ def export_bundle(
         genai.check(len(layers) if layers is not None else num_stages or 1)
     reader = open_weights(found, progress)
     sizes = reader.sizes()
-    spans = spans_from_counts(layers, shape.num_layers, num_stages) if layers is not None else _balanced(sizes, modes, num_stages or 1)
+    stored = part_bytes(sizes, modes)
+    costs = _measured(found, reader, sizes, stored, modes, progress) if measure else None
+    if layers is None:
+        spans = balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
+    else:
+        spans = spans_from_counts(layers, shape.num_layers, num_stages)
     needed = budget.needs(sizes, spans, modes)
     budget.check_memory(needed, psutil.virtual_memory().available, num_stages=len(spans), num_layers=shape.num_layers)
     job = _Job(
@@ -153,6 +165,7 @@ def export_bundle(
         text=load_text_parts(found, progress),
         spans=spans,
         modes=modes,
+        costs=costs,
         verifies=verify_shards,
         for_genai=for_genai,
         progress=progress,
@@ -268,16 +281,47 @@ def _write_tokenizer(draft: Draft, text: TextParts) -> tuple[FileEntry, ...]:
     return tuple(describe_file(draft.bundle, path) for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _balanced(sizes: WeightSizes, modes: WeightModes, num_stages: int) -> tuple[LayerSpan, ...]:
-    """By the bytes a decoded token reads: per layer, and in the head. The embedding costs one row, nothing."""
-    layers = [modes.part_bytes(numbers, modes.layers) for numbers in sizes.layers]
-    return balanced_spans(layers, modes.part_bytes(sizes.head, modes.head), num_stages)
+def part_bytes(sizes: WeightSizes, modes: WeightModes) -> PartBytes:
+    """Stored bytes of a model's layers, embedding and head. Pure."""
+    return PartBytes(
+        layers=tuple(round(modes.part_bytes(numbers, modes.layers)) for numbers in sizes.layers),
+        embedding=round(modes.part_bytes(sizes.embedding, modes.embedding)),
+        head=round(modes.part_bytes(sizes.head, modes.head)),
+    )
+
+
+def cutting_costs(costs: ModelCosts | None, stored: PartBytes) -> tuple[list[float], float]:
+    """What decides the cut: cost of each layer (the first with the embedding) and of the head, for one decoded token. Pure.
+
+    Without measured costs the bytes stand in for them; the embedding is one row of many then, nothing.
+    """
+    if costs is None:
+        return [float(size) for size in stored.layers], float(stored.head)
+    layers = [part.decode_ms for part in costs.layers]
+    return [layers[0] + costs.embedding.decode_ms, *layers[1:]], costs.head.decode_ms
+
+
+def _measured(
+    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
+) -> ModelCosts:
+    """Time a few short spans, each read by itself: nothing larger than a stage comes into memory."""
+    return measure_costs(
+        lambda span: cut_stage(reader.read(span), source.shape, span),
+        source.shape,
+        layer_kinds(reader.empty_model().model.layers),
+        stored,
+        modes=modes,
+        activation_group_size=activation_group_size(sizes.channel_counts, modes),
+        progress=progress,
+    )
 
 
 def _manifest(
     job: _Job, stages: tuple[StageEntry, ...], tokenizer_files: tuple[FileEntry, ...], verification: Verification | None
 ) -> Manifest:
-    shape, modes, text = job.source.shape, job.modes, job.text
+    shape, modes, text, costs = job.source.shape, job.modes, job.text, job.costs
+    if costs is not None:
+        stages = tuple(msgspec.structs.replace(stage, cost=costs.stage(stage.span)) for stage in stages)
     return Manifest(
         format_version=FORMAT_VERSION,
         model_name=job.source.name,
@@ -300,6 +344,7 @@ def _manifest(
         tokenizer_files=tokenizer_files,
         exported_with=_versions(),
         runners=shape.runners,
+        costs=costs,
         verification=verification,
     ).sealed()
 

@@ -219,7 +219,7 @@ def _checkpoint(source: Source) -> Checkpoint:
 
 def _demo_folder(progress: Progress) -> Path:
     """The demo model as a model folder, converted from its package on first use."""
-    cache = Path(platformdirs.user_cache_dir("langchain-pshard", appauthor=False)) / "sources"
+    cache = Path(platformdirs.user_cache_dir("pshard", appauthor=False)) / "sources"
     folder = cache / _DEMO_NAME
     if folder.is_dir():
         return folder

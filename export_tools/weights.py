@@ -83,15 +83,7 @@ class WeightReader:
     def sizes(self) -> WeightSizes:
         """How large each part is."""
         model = self.empty_model()
-        layers = [sum(tensor.numel() for tensor in layer.parameters()) for layer in model.model.layers]
-        return WeightSizes(
-            layers=tuple(layers),
-            embedding=model.model.embed_tokens.weight.numel(),
-            head=model.lm_head.weight.numel(),
-            is_tied=self._is_tied(model),
-            largest_tensor=max(tensor.numel() for tensor in model.parameters()),
-            channel_counts=frozenset(_channel_counts(model)),
-        )
+        return sizes_of(model, is_tied=self._is_tied(model))
 
     def read(self, span: LayerSpan, on_bytes: Callable[[int], None] = lambda _: None) -> Any:
         """A float32 model that holds the layers of `span`, with the embedding for the first and norm and head for the last.
@@ -199,6 +191,18 @@ class WeightReader:
                 raise SourceError(
                     f"{self._origin} holds infinite or undefined numbers in {name}: the checkpoint is damaged; download it again"
                 )
+
+
+def sizes_of(model: Any, *, is_tied: bool = False) -> WeightSizes:
+    """How large each part of a model is; its weights may be on the meta device."""
+    return WeightSizes(
+        layers=tuple(sum(tensor.numel() for tensor in layer.parameters()) for layer in model.model.layers),
+        embedding=model.model.embed_tokens.weight.numel(),
+        head=model.lm_head.weight.numel(),
+        is_tied=is_tied,
+        largest_tensor=max(tensor.numel() for tensor in model.parameters()),
+        channel_counts=frozenset(_channel_counts(model)),
+    )
 
 
 def _lacks(origin: str, missing: list[str]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,24 @@ from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that must not be replaced, before any work is done.
+    """Refuse a target that must not or cannot be written, before any work is done. Leaves nothing behind.
 
     Raises:
         InvalidOptionError: something is there and `overwrite` is not set, or what is there is no bundle.
+        UsageError: nothing can be written there.
     """
+    _check_replaceable(target, overwrite=overwrite)
+    with disk_errors(target):  # by doing it: permissions say little to root, and nothing of mounts
+        probe = _existing_parent(target) / f".{secrets.token_hex(4)}.probe"
+        probe.mkdir()
+        probe.rmdir()
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(folder for folder in target.absolute().parents if folder.exists())
+
+
+def _check_replaceable(target: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     is_empty = target.is_dir() and not any(target.iterdir())

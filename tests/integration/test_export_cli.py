@@ -27,7 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="pshard-export")
+    """Without measuring, which takes seconds; tests/integration/test_costs.py is about that."""
+    return CliRunner().invoke(main, [*(str(argument) for argument in arguments), "--no-measure"], prog_name="pshard-export")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
