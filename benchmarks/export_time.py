@@ -52,5 +52,5 @@ def _export(bundle: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "export_tools", "demo", "-o", str(bundle), "--layers", layers, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     if done.returncode != 0:
-        raise UsageError(f"the export failed: {done.stdout[-2000:]}")
+        raise UsageError(f"the export ended with {done.returncode}: {(done.stdout or done.stderr)[-2000:]}")
     return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
