@@ -72,6 +72,8 @@ class Stream:
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
         self.last_step: StepId = StepId(0)
         self._drafts: tuple[int, ...] = ()
+        self._forced: tuple[int, ...] = ()
+        """What the grammar leaves no choice about: drafts that need no drafter."""
         self._started_at: float | None = None
         self._first_token_at: float | None = None
         self._last_token_at = now
@@ -115,10 +117,12 @@ class Stream:
             InvalidOptionError: the caller's drafter failed.
         """
         num_left = self.request.max_tokens - len(self.tokens)
-        if self.request.drafter is not None:
-            limit = min(max_drafts, num_left - 1)
+        limit = min(max_drafts, num_left - 1)
+        if self._forced:
+            self._drafts, self._forced = self._forced[:limit], ()
+        elif self.request.drafter is not None:
             self._drafts = draft(self.request.drafter, self._text, max_tokens=limit, vocab_size=self.request.vocab_size)
-            self._num_drafted += len(self._drafts)
+        self._num_drafted += len(self._drafts)
         self._sent(step, now)
         return Slice(
             stream=self.id,
@@ -142,6 +146,9 @@ class Stream:
         self._check(sampled, num_expected)
         if not num_expected:
             return None
+        forced = unpack_tokens(result.forced) if result is not None else []
+        self._check_ids(forced)
+        self._forced = tuple(forced)
         accepted = num_accepted(self._drafts, sampled)
         self._drafts = ()
         new, finish_reason = self._until_end(sampled[: accepted + 1])
@@ -191,7 +198,10 @@ class Stream:
     def _check(self, sampled: Sequence[int], num_expected: int) -> None:
         if len(sampled) != num_expected:
             raise ProtocolError(f"the last stage answered {len(sampled)} tokens where {num_expected} were asked for")
-        for token in sampled:
+        self._check_ids(sampled)
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
             if not 0 <= token < self.request.vocab_size:
                 raise ProtocolError(f"the last stage answered token {token}; the vocabulary has {self.request.vocab_size}")
 
