@@ -32,7 +32,7 @@ PROMPT = "The lighthouse stood on the last rock before the open sea. Every eveni
 def _tokens_per_second(client: PipelineClient) -> float:
     """What a user sees: all tokens over the whole time of the call, the prompt included."""
     started = time.perf_counter()
-    generation = client.complete(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+    generation = client.complete(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None))
     return generation.stats.num_generated_tokens / (time.perf_counter() - started)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.sampling import SamplingParams
-from langchain_pshard.pipeline.generation import GenerationParams
+from langchain_pshard.pipeline.generation import Draft, GenerationParams
 from langchain_pshard.tools import as_choice, as_response_format, as_tools
 
 _SEED_BITS = 31
@@ -40,6 +40,11 @@ class CallOptions(BaseModel):
     """The same, for every time a token was used."""
     seed: int | None = None
     """Decides the draws; None takes a new one for each call and reports it in `response_metadata["seed"]`."""
+    draft: Draft = "auto"
+    """What guesses tokens ahead for the model to verify; changes the speed, never the text. "ngram" looks the text up in itself, "auto"
+    does so where the fleet verifies exactly, None is off."""
+    draft_tokens: int | Literal["auto"] = "auto"
+    """Guesses per step; "auto" sends as many as pay."""
     stop: list[str] | None = None
     """Strings that end the text and are not part of it."""
     tools: list[dict[str, Any]] | None = None
@@ -109,6 +114,8 @@ class CallOptions(BaseModel):
             max_tokens=self.max_tokens,
             stop=tuple(dict.fromkeys([*(self.stop or ()), *template_stop])),
             timeout_s=self.timeout,
+            draft=self.draft,
+            draft_tokens=self.draft_tokens,
             grammar=grammar,
             marks=marks,
             sampling=SamplingParams(

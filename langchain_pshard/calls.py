@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
@@ -85,6 +86,7 @@ def pieces(call: Call) -> Generator[GenerationChunk, None, None]:
             return
         except PShardError as error:
             num_left = _retries_left(error, num_left, has_begun=has_begun)
+            call.connection.mend()
 
 
 async def apieces(call: Call) -> AsyncGenerator[GenerationChunk, None]:
@@ -100,6 +102,7 @@ async def apieces(call: Call) -> AsyncGenerator[GenerationChunk, None]:
             return
         except PShardError as error:
             num_left = _retries_left(error, num_left, has_begun=has_begun)
+            await asyncio.to_thread(call.connection.mend)
 
 
 def _retries_left(error: PShardError, num_left: int, *, has_begun: bool) -> int:

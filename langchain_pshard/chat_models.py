@@ -38,6 +38,7 @@ from langchain_pshard.tools import as_choice, as_tools
 
 _VERSION = software_version()
 _MAX_BATCH_THREADS = 256
+_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens")
 _LOCAL_ONLY = {"runner": "paged", "numerics": "fast", "kv_memory": None, "threads": None}
 
 
@@ -74,7 +75,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     runner: Literal["paged", "stateful"] = "paged"
     """Engine of local workers."""
     numerics: Literal["fast", "exact"] = "fast"
-    """Precision of local workers: the device's fast types, or float32 throughout."""
+    """Precision of local workers: float32 with quantized activations, or float32 throughout, which is slower."""
     kv_memory: str | None = None
     """Memory of each local worker for the state of running texts, such as "1GiB"; None leaves it to the worker."""
     threads: int | None = None
@@ -141,7 +142,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     async def _aconnect(self) -> Connection:
         # Opening blocks for as long as workers take to load, so not on the loop; it is done once, by whoever comes first.
         connection = self._share.peek()
-        return connection if connection is not None else await asyncio.to_thread(self._connect)
+        return connection if connection is not None and connection.is_whole else await asyncio.to_thread(self._connect)
 
     # --- the four ways to generate --------------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         fleet = {"bundle": str(self.bundle)} if self.bundle is not None else {"workers": sorted(self.workers or ())}
-        options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in ("timeout", "max_retries")}
+        options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in _TEXT_DOES_NOT_DEPEND_ON}
         return {
             "model_name": self.model_name,
             "fingerprint": self._fingerprint(),

@@ -173,10 +173,12 @@ class Reply:
                 "decode_ms": stats.decode_ms,
                 "tokens_per_s": stats.tokens_per_s,
                 "stage_compute_ms": list(stats.stage_compute_ms),
+                "stage_queue_ms": list(stats.stage_queue_ms),
+                "hop_ms": stats.hop_ms,
+                "num_drafted_tokens": stats.num_drafted_tokens,
+                "num_accepted_tokens": stats.num_accepted_tokens,
             },
         }
-        if stats.num_drafted_tokens:
-            metadata["timings"] |= {"num_drafted_tokens": stats.num_drafted_tokens, "num_accepted_tokens": stats.num_accepted_tokens}
         if not self._sampling.is_greedy:
             metadata["seed"] = self._sampling.seed
         return metadata

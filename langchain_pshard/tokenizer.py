@@ -22,7 +22,7 @@ from typing import Any
 
 import tokenizers
 
-from langchain_pshard.core.errors import BundleError
+from langchain_pshard.core.errors import BundleError, InvalidOptionError
 
 
 class Tokenizer:
@@ -87,7 +87,12 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`. Special tokens spelled out in it are recognised: for text the caller composed, not for what a user typed."""
+        """Ids of `text`. Special tokens spelled out in it are recognised: for text the caller composed, not for what a user typed.
+
+        Raises:
+            InvalidOptionError: a lone surrogate in it, which no encoding of text has.
+        """
+        _check_text(text)
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_prompt(self, rendered: str, hidden: Mapping[int, str], *, add_special_tokens: bool) -> list[int]:
@@ -98,10 +103,14 @@ class Tokenizer:
             hidden: code point of a placeholder -> the piece of user text it stands for, as `str.translate` wants it; see
                 `hide_special_tokens`.
             add_special_tokens: add what the model wants around a text (a begin token); False when the template writes it itself.
+
+        Raises:
+            InvalidOptionError: as `encode`.
         """
         pieces = list(self._finder.split(rendered))
         restored = [piece.translate(hidden) for piece in pieces] if hidden else pieces
         text = "".join(restored)
+        _check_text(text)
         begin = self.encode("", add_special_tokens=add_special_tokens)
         if list(self._finder.split(text)) == restored:  # user text spells no special token: the tokenizer's own way is exact
             ids = self.encode(text, add_special_tokens=add_special_tokens)
@@ -298,3 +307,14 @@ def _as_ids(value: Any) -> list[int]:
     if isinstance(value, int):
         return [value]
     return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        wrong, around = ord(text[error.start]), text[max(0, error.start - 20) : error.start + 20]
+        raise InvalidOptionError(
+            f"the text has a lone surrogate (U+{wrong:04X}) in {around!a}, half a character that cannot be encoded: replace it, for example"
+            " with text.encode('utf-8', 'replace').decode()"
+        ) from error

@@ -174,6 +174,9 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     stream: StreamId
     num_tokens: int
     sampling: SamplingParams
+    prompt: bytes = b""
+    """The prompt's token ids, int32 little-endian (its beginning will do): a stage may hold KV of the same text already. Empty when the
+    stream is to share nothing with others."""
     grammar: Grammar | None = None
     """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
 
@@ -182,6 +185,9 @@ class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
     """Worker -> client: the stream's KV is set aside on every stage of this worker."""
 
     request: RequestId
+    cached: tuple[int, ...] = ()
+    """How many leading positions of the prompt each stage of this worker holds already; the first slice may start at the least of all
+    stages, or anywhere before."""
 
 
 class Close(_Message, frozen=True, kw_only=True, tag="close"):

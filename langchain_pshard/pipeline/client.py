@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import operator
 import queue
 import secrets
 import socket
@@ -20,11 +22,12 @@ from langchain_pshard.pipeline.assembler import Assembler, joined
 from langchain_pshard.pipeline.chain import Chain
 from langchain_pshard.pipeline.generation import DEFAULT_MAX_TOKENS, Generation, GenerationParams
 from langchain_pshard.pipeline.iterators import AsyncGenerationIterator, GenerationIterator, MakeRequest
+from langchain_pshard.pipeline.ngram import NgramDrafter
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.reactor import Reactor
 from langchain_pshard.pipeline.requests import Reply
 from langchain_pshard.pipeline.session import Session
-from langchain_pshard.pipeline.speculation import Drafter
+from langchain_pshard.pipeline.speculation import Drafter, begin
 from langchain_pshard.pipeline.store import default_cache_dir, model_files
 from langchain_pshard.pipeline.stream import Sink, StreamRequest
 from langchain_pshard.tokenizer import Tokenizer
@@ -35,6 +38,7 @@ from langchain_pshard.transport.zeromq import ZmqHub
 STATUS_TIMEOUT_S = 2.0
 FETCH_TIMEOUT_S = 30.0
 _PROBE_TIMEOUT_S = 0.5
+_log = logging.getLogger(__name__)
 _DEFAULT_PARAMS = GenerationParams()
 _DEFAULT_OPTIONS = ClientOptions()
 
@@ -136,13 +140,14 @@ class PipelineClient:
         Args:
             prompt: text (special tokens are added as the model wants them) or token ids.
             params: options of this generation.
-            drafter: guesses tokens ahead for verification; changes the speed, never the text.
+            drafter: guesses tokens ahead, instead of what `params.draft` names.
 
         Returns:
             An iterator over `GenerationChunk`s, of which the last one has an `end`.
 
         Raises:
-            InvalidOptionError: an empty prompt, or token ids that the vocabulary does not have.
+            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, or a drafter
+                that fails.
             ContextOverflowError: prompt and max_tokens exceed the model's context.
             CapacityError: a stage cannot hold so many positions at all; later, while iterating: room did not come free in time.
             WorkerLostError, WorkerUnreachableError, StateLostError, DeadlineError, InferenceError, ClosedError: while iterating.
@@ -199,13 +204,14 @@ class PipelineClient:
 
     def _request(self, prompt: str | Sequence[int], params: GenerationParams, drafter: Drafter | None) -> MakeRequest:
         """The checked request, but for its sink."""
-        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else _token_ids(prompt)
         self._check_prompt(tokens)
         context_length = self.manifest.context_length
         max_tokens = min(DEFAULT_MAX_TOKENS, context_length - len(tokens)) if params.max_tokens is None else params.max_tokens
         if max_tokens < 1 or len(tokens) + max_tokens > context_length:
             raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
+        drafter = self._drafter(params, drafter)
 
         def make(sink: Sink) -> StreamRequest:
             return StreamRequest(
@@ -216,11 +222,28 @@ class PipelineClient:
                 vocab_size=self.manifest.vocab_size,
                 sink=sink,
                 timeout_s=params.timeout_s,
-                drafter=drafter,
+                drafting=None if drafter is None else begin(drafter, tokens),
+                num_drafts=None if params.draft_tokens == "auto" else params.draft_tokens,
+                prefix_cache=params.prefix_cache,
                 grammar=params.grammar,
             )
 
         return make
+
+    def _drafter(self, params: GenerationParams, drafter: Drafter | None) -> Drafter | None:
+        """What drafts for this call. `auto` keeps the promise that text depends on nothing but the stream; who asks for drafts where
+        the fleet cannot take them back exactly gets them, and is told."""
+        inexact = [stage for stage in self.chain.stages if not stage.is_resumable]
+        if drafter is None and params.draft is not None and not (params.draft == "auto" and inexact):
+            drafter = NgramDrafter()
+        if drafter is not None and inexact:
+            stage = inexact[0]
+            _log.warning(
+                "drafts are not exact on this fleet (stage %d at %s: runner %s, numerics %s, KV %s): texts may differ from those without"
+                " drafts; exact are the paged runner with KV f16 or f32, and any runner with --numerics exact",
+                stage.stage_idx, stage.address, stage.numerics.runner, stage.numerics.name, stage.numerics.kv_precision,
+            )  # fmt: skip
+        return drafter
 
     def _check_prompt(self, tokens: tuple[int, ...]) -> None:
         if not tokens:
@@ -240,10 +263,22 @@ class PipelineClient:
             )
 
 
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in prompt)  # numpy's integers too, but no 1.5
+    except TypeError as error:
+        raise InvalidOptionError(
+            f"a prompt of type {type(prompt).__name__} is neither text nor a sequence of token ids: {error}"
+        ) from error
+
+
 def _addresses(workers: Sequence[str]) -> tuple[str, ...]:
     if isinstance(workers, str) or not workers:
         raise InvalidOptionError(f"workers={workers!r} is no list of addresses; valid: ['tcp://host:port', ...], one for each worker")
-    addresses = tuple(str(Address.parse(worker)) for worker in workers)
+    for worker in workers:
+        if not isinstance(worker, str):
+            raise InvalidOptionError(f"workers has {worker!r}, which is no address; valid: 'tcp://host:port'")
+    addresses = tuple(str(Address.parse_peer(worker)) for worker in workers)
     for address in addresses:
         if addresses.count(address) > 1:
             raise InvalidOptionError(f"workers names {address} twice: name every worker once")
@@ -283,7 +318,9 @@ def _probed(addresses: Sequence[str]) -> str:
     for text in addresses:
         address = Address.parse(text)
         try:
-            socket.create_connection((address.host, address.port), timeout=_PROBE_TIMEOUT_S).close()
+            with socket.socket(socket.AF_INET6 if address.is_ipv6 else socket.AF_INET) as probe:  # as the transport dials
+                probe.settimeout(_PROBE_TIMEOUT_S)
+                probe.connect((address.host, address.port))
         except OSError as error:
             found.append(f"{text}: no connection ({error.strerror or error}); is the worker started, and the address right?")
         else:

@@ -25,8 +25,8 @@ class ClientOptions:
     """Longest time a stream's step may take while all workers answer pings."""
     max_waiting: int = 1024
     """Streams that may wait for KV room; one more is refused at once."""
-    max_draft_tokens: int = 8
-    """Most tokens a drafter may add to one step of one stream."""
+    max_draft_tokens: int = 16
+    """Most drafts in one step of one stream when the client chooses their number (`draft_tokens="auto"`)."""
     cache_dir: Path | None = None
     """Where manifests and tokenizers are kept; None is the user's cache folder."""
 

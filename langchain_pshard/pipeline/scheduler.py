@@ -1,24 +1,38 @@
-"""Which streams form the next micro-batch and how many tokens each. Pure.
+"""Which streams form the next micro-batch and how many prompt tokens each. Pure: the situation and the learned costs in, a plan out.
 
-Decode rows come first; prefill chunks fill up to a token budget of their own, so that decoding never stalls behind a long prompt. At most
-stages + 1 micro-batches are in flight: one for each stage to work on and one waiting, so that the first stage never idles for a round trip.
+- Decode rows first. Streams that decode form groups, which alternate: as many as make a cycle shortest by the measured times. A stage
+  that spends its time on reading weights wants one large group; one that spends it on computing rows, or a long way between machines,
+  wants several.
+- Prompts go in chunks, several in flight, so that the stages work on different ones at the same time. The chunk is as long as makes the
+  whole prompt fastest: short ones fill the pipeline sooner, each costs its overhead.
+- While somebody decodes, the chunks of a micro-batch take no longer than `STALL_MS` on the slowest stage.
+- Fair: the streams that waited longest decode first; of prompts, the oldest and the shortest come first in turn, so neither waits for ever.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from langchain_pshard.core.messages import StreamId
+from langchain_pshard.pipeline.step_costs import StepCosts
 
+MIN_CHUNK_TOKENS = 32
 MAX_CHUNK_TOKENS = 256
 PREFILL_BUDGET_TOKENS = 512
-"""Prompt tokens per micro-batch while nobody decodes; the half of it while somebody does."""
+"""Most prompt tokens of a micro-batch."""
 ROW_BUDGET = 128
 """Decode rows per micro-batch, drafts included."""
-MIN_SPLIT_STREAMS = 8
-"""On one core, 16+2 layers: 2 streams reach 142 tok/s in one micro-batch and 125 alternating, 16 streams 762 in two alternating ones
-(shared FACTS, "Speed on one core"): decoding is bound by weight reads until a batch has several rows."""
+STALL_MS = 60.0
+"""Longest time that prompts may add to a step while others decode: a reader does not notice it."""
+SPLIT_MS = 1.5
+"""One more group has to make a cycle shorter by this: each costs client and workers another step, which the times of stages do not show
+(2 streams of Gemma 3 270M on two cores: a cycle of 14 ms together, 16 ms alternating)."""
+MIN_SPLIT_GAIN = 1.02
+"""And by this: the times are measured, not exact."""
+MAX_GROUPS = 16
+MAX_CHUNKS_IN_FLIGHT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +45,8 @@ class Prefilling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """All that the choice depends on."""
+    """All that the choice depends on, the costs apart."""
 
-    num_stages: int
     num_in_flight: int
     """Micro-batches sent and not answered."""
     num_decode_in_flight: int
@@ -44,6 +57,10 @@ class Situation:
     """Streams that wait for their next decode turn, the longest-waiting first."""
     prefilling: Sequence[Prefilling]
     """In order of arrival."""
+    rows_per_stream: float = 1.0
+    """Rows that a stream's turn has had of late, drafts included."""
+    turn: int = 0
+    """Counts micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +75,37 @@ class Plan:
 
     rows: tuple[StreamId, ...]
     max_drafts: int
-    """Most drafts each of `rows` may add."""
+    """Most drafts of all `rows` together."""
     chunks: tuple[Chunk, ...]
+    num_groups: int = 1
+    """How many micro-batches of decode rows alternate."""
 
 
-def num_decode_groups(num_decoding: int, num_stages: int) -> int:
-    """Into how many alternating micro-batches the decoding streams split. (To be replaced by measured step times.)"""
-    if num_decoding < MIN_SPLIT_STREAMS:
+def plan(now: Situation, costs: StepCosts) -> Plan | None:
+    """The next micro-batch, or None when it is better to wait for an answer."""
+    if not now.ready and not now.prefilling:
+        return None
+    num_groups = num_decode_groups(now.num_decoding, costs, now.rows_per_stream) if now.num_decoding else 0
+    rows = _rows(now, num_groups)
+    chunks = _chunks(now, costs) if now.prefilling and _may_send_chunks(now, costs, num_groups) else ()
+    if not rows and not chunks:
+        return None
+    return Plan(rows=rows, max_drafts=ROW_BUDGET - len(rows) if rows else 0, chunks=chunks, num_groups=max(1, num_groups))
+
+
+def num_decode_groups(num_decoding: int, costs: StepCosts, rows_per_stream: float = 1.0) -> int:
+    """Into how many alternating micro-batches the decoding streams split."""
+    if num_decoding == 1:
         return 1
-    return max(1, min(num_stages, num_decoding // (MIN_SPLIT_STREAMS // 2)))
+    best, best_ms = 1, math.inf
+    for num_groups in range(1, min(num_decoding, MAX_GROUPS) + 1):
+        size = -(-num_decoding // num_groups)
+        if size > ROW_BUDGET:
+            continue
+        cycle_ms = costs.cycle_ms(size * rows_per_stream, num_groups)
+        if cycle_ms * MIN_SPLIT_GAIN ** (num_groups - best) + SPLIT_MS * (num_groups - best) < best_ms:
+            best, best_ms = num_groups, cycle_ms
+    return best
 
 
 def chunk_length(num_left: int, room: int) -> int:
@@ -81,19 +120,19 @@ def chunk_length(num_left: int, room: int) -> int:
     return length if length >= 2 else 0
 
 
-def plan(now: Situation) -> Plan | None:
-    """The next micro-batch, or None when it is better to wait for an answer."""
-    if now.num_in_flight > now.num_stages:
-        return None
-    rows = _rows(now)
-    chunks = _chunks(now.prefilling, PREFILL_BUDGET_TOKENS // 2 if now.num_decoding else PREFILL_BUDGET_TOKENS)
-    if not rows and not chunks:
-        return None
-    return Plan(rows=rows, max_drafts=ROW_BUDGET // len(rows) - 1 if rows else 0, chunks=chunks)
+def best_chunk_tokens(num_left: int, costs: StepCosts) -> int:
+    """The chunk length that brings `num_left` tokens through all stages soonest.
+
+    n tokens in chunks of c take (n / c + stages - 1) turns of (base + slope c): least at c = sqrt(n base / (slope (stages - 1))).
+    """
+    line = costs.slowest_prompt()
+    if costs.num_stages == 1 or line.slope_ms <= 0:
+        return MAX_CHUNK_TOKENS
+    best = math.sqrt(num_left * line.base_ms / (line.slope_ms * (costs.num_stages - 1)))
+    return round(min(max(best, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS))
 
 
-def _rows(now: Situation) -> tuple[StreamId, ...]:
-    num_groups = num_decode_groups(now.num_decoding, now.num_stages)
+def _rows(now: Situation, num_groups: int) -> tuple[StreamId, ...]:
     # A stream that gets ready while its group is in flight waits for it: alone it would alternate with the group for ever.
     if not now.ready or now.num_decode_in_flight >= num_groups:
         return ()
@@ -101,12 +140,38 @@ def _rows(now: Situation) -> tuple[StreamId, ...]:
     return tuple(now.ready[: min(group_size, ROW_BUDGET)])
 
 
-def _chunks(prefilling: Sequence[Prefilling], budget: int) -> tuple[Chunk, ...]:
+def _may_send_chunks(now: Situation, costs: StepCosts, num_groups: int) -> bool:
+    if now.num_decoding:
+        # One more than there are stages keeps them busy; behind more of them, decode rows would queue.
+        return now.num_in_flight <= max(costs.num_stages, num_groups)
+    line = costs.slowest_prompt()
+    turn_ms = line.at(MIN_CHUNK_TOKENS)
+    num_on_the_way = math.ceil(costs.way_ms / turn_ms) if turn_ms > 0 else 0
+    return now.num_in_flight <= min(costs.num_stages + num_on_the_way, MAX_CHUNKS_IN_FLIGHT)
+
+
+def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
+    budget = _prefill_budget(now, costs)
     chunks = []
-    for turn in prefilling:
-        if length := chunk_length(turn.num_left, budget):
+    for turn in _in_order(now.prefilling, now.turn):
+        limit = min(budget, best_chunk_tokens(turn.num_left, costs))
+        if length := chunk_length(turn.num_left, limit):
             chunks.append(Chunk(stream=turn.stream, num_tokens=length))
             budget -= length
-        if budget < 1:
+        if budget < MIN_CHUNK_TOKENS:
             break
     return tuple(chunks)
+
+
+def _prefill_budget(now: Situation, costs: StepCosts) -> int:
+    if not now.num_decoding:
+        return PREFILL_BUDGET_TOKENS
+    line = costs.slowest_prompt()
+    affordable = (STALL_MS - line.base_ms) / line.slope_ms if line.slope_ms > 0 else PREFILL_BUDGET_TOKENS
+    return round(min(max(affordable, MIN_CHUNK_TOKENS), PREFILL_BUDGET_TOKENS))
+
+
+def _in_order(prefilling: Sequence[Prefilling], turn: int) -> list[Prefilling]:
+    if turn % 2 == 0:
+        return list(prefilling)
+    return sorted(prefilling, key=lambda one: one.num_left)

@@ -5,7 +5,6 @@ Life of a stream: waiting -> opening (admission) -> running -> ended, by its las
 
 Invariants:
 - every submitted stream gets exactly one end (a finish reason or an error), unless its caller cancelled it;
-- a flight ends when each of its slices was answered, failed, or belongs to a stream that ended: nothing leaks in-flight turns;
 - results of older epochs change nothing.
 """
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from langchain_pshard.core.errors import CapacityError, ClosedError, DeadlineError, PShardError, StateLostError, error_from_code
 from langchain_pshard.core.messages import (
@@ -27,16 +25,13 @@ from langchain_pshard.core.messages import (
     Opened,
     Refused,
     RequestId,
-    Slice,
     SliceResult,
     Status,
     Step,
     StepFailed,
-    StepId,
     StepResult,
     StreamId,
 )
-from langchain_pshard.pipeline import scheduler
 from langchain_pshard.pipeline.admission import Admission
 from langchain_pshard.pipeline.chain import Chain
 from langchain_pshard.pipeline.instructions import Deliver, Instruction, Send
@@ -44,19 +39,12 @@ from langchain_pshard.pipeline.membership import Membership, Phase
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.requests import ReplySink, Requests
 from langchain_pshard.pipeline.stream import Stream, StreamRequest
+from langchain_pshard.pipeline.turns import Turns
 
 MAX_REJOINS = 2
 """How often a waiting stream survives that a worker has forgotten this client, before it ends with the error."""
 ACTIVE_TICK_S = 0.05
 IDLE_TICK_S = 0.5
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A micro-batch on its way: the slices that have not been answered."""
-
-    awaited: set[StreamId] = field(default_factory=set)
-    rows: set[StreamId] = field(default_factory=set)
 
 
 class Session:
@@ -76,7 +64,6 @@ class Session:
         self._addresses = tuple(addresses)
         self._options = options
         self._request_ids = itertools.count(1)
-        self._step_ids = itertools.count(1)
         self._membership = Membership(
             client,
             addresses,
@@ -88,7 +75,8 @@ class Session:
         )
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
-        self._flights: dict[StepId, _Flight] = {}
+        self._turns = Turns(max_draft_tokens=options.max_draft_tokens)
+        self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
         self._requests = Requests()
         self._connecting: list[Callable[[Chain | PShardError], bool]] = []
@@ -161,8 +149,8 @@ class Session:
             case StepFailed(epoch=epoch) if epoch == self._membership.epoch:
                 ended, delivers = self._on_failed(address, message)
                 out += ended
-            case Opened(request=request):
-                self._on_opened(request)
+            case Opened():
+                self._on_opened(message)
             case Refused(request=request):
                 delivers = self._requests.answered(message, now)
                 out += self._on_refused(address, request, message, now)
@@ -222,54 +210,30 @@ class Session:
 
     def _send_steps(self, now: float) -> list[Instruction]:
         assert self.chain is not None
+        if self._turns_epoch != self._membership.epoch:
+            self._turns_epoch = self._membership.epoch
+            self._turns.reset(self.chain.num_stages)
         out: list[Instruction] = []
-        while self._streams and (plan := scheduler.plan(self._situation(self.chain.num_stages))) is not None:
-            step_id = StepId(next(self._step_ids))
-            slices, failed = self._slices(plan, step_id, now)
-            out += failed
-            if slices:
-                self._flights[step_id] = _Flight({part.stream for part in slices}, set(plan.rows) & self._streams.keys())
-                step = Step(client=self._client, epoch=self._membership.epoch, step_id=step_id, slices=tuple(slices))
+        while self._streams and (turn := self._turns.next_turn(self._streams, now)) is not None:
+            out += self._end(turn.failed)
+            if turn.slices:
+                step = Step(client=self._client, epoch=self._membership.epoch, step_id=turn.step_id, slices=turn.slices)
                 out.append(Send(self.chain.first.address, MicroBatch(stage_idx=0, steps=(step,))))
         return out
 
-    def _situation(self, num_stages: int) -> scheduler.Situation:
-        streams = self._streams.values()
-        return scheduler.Situation(
-            num_stages=num_stages,
-            num_in_flight=len(self._flights),
-            num_decode_in_flight=sum(1 for flight in self._flights.values() if flight.rows),
-            num_decoding=sum(1 for stream in streams if stream.is_decoding),
-            ready=[stream.id for stream in sorted((s for s in streams if s.is_ready), key=lambda stream: stream.last_step)],
-            prefilling=[scheduler.Prefilling(stream=s.id, num_left=s.num_prompt_left) for s in streams if s.num_prompt_left],
-        )
-
-    def _slices(self, plan: scheduler.Plan, step_id: StepId, now: float) -> tuple[list[Slice], list[Instruction]]:
-        """The plan's slices, and the ends of streams whose drafter failed."""
-        slices: list[Slice] = []
-        failed: list[Instruction] = []
-        for stream_id in plan.rows:
-            stream = self._streams[stream_id]
-            try:
-                slices.append(stream.next_rows(min(plan.max_drafts, self._options.max_draft_tokens), step_id, now))
-            except PShardError as error:
-                failed += self._end([(stream, error)])
-        slices += [self._streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
-        return slices, failed
-
     def _on_result(self, message: StepResult, now: float) -> tuple[list[Instruction], list[Instruction]]:
-        flight = self._flights.pop(message.step_id, None)
-        if flight is None:
+        landing = self._turns.landed(message.step_id, message.timings, now)
+        if landing is None:
             return [], []  # a repeated answer
         results: dict[StreamId, SliceResult] = {result.stream: result for result in message.results}
         delivers: list[Instruction] = []
         ended: list[tuple[Stream, PShardError | None]] = []
-        for stream in [self._streams[stream_id] for stream_id in flight.awaited]:
+        for stream in [self._streams[stream_id] for stream_id in landing.streams]:
             result = results.get(stream.id)
             if result is None and stream.num_awaited:
                 continue  # it failed on the way: its StepFailed comes over another link, or its step times out
             try:
-                delivery = stream.apply(result, message.timings, now)
+                delivery = stream.apply(result, message.timings, landing.way_ms, now)
             except PShardError as error:
                 ended.append((stream, error))
                 continue
@@ -289,11 +253,11 @@ class Session:
                 ended.append((stream, error_from_code(failure.code, text)))
         return [], self._end(ended)
 
-    def _on_opened(self, request: RequestId) -> None:
-        stream_id = self._opens.pop(request, None)
+    def _on_opened(self, message: Opened) -> None:
+        stream_id = self._opens.pop(message.request, None)
         if stream_id is None:
             return
-        stream = self._admission.opened(stream_id, request)
+        stream = self._admission.opened(stream_id, message.request, message.cached)
         if stream is not None:
             self._num_rejoins = 0
             self._streams[stream.id] = stream
@@ -349,11 +313,7 @@ class Session:
         """Tell the fleet, and take the streams out of every flight."""
         if not stream_ids:
             return []
-        for step_id, flight in list(self._flights.items()):
-            flight.awaited.difference_update(stream_ids)
-            flight.rows.difference_update(stream_ids)
-            if not flight.awaited:
-                del self._flights[step_id]
+        self._turns.forget(stream_ids)
         self._opens = {request: stream for request, stream in self._opens.items() if stream not in stream_ids}
         message = Close(client=self._client, epoch=self._membership.epoch, streams=tuple(stream_ids))
         return [Send(address, message) for address in self._addresses]
@@ -367,7 +327,7 @@ class Session:
             for stream_id in list(self._admission.opening):
                 self._admission.put_back(stream_id)
         out = self._end((stream, copy.copy(error)) for stream in running)
-        self._flights.clear()
+        self._turns.clear()
         self._opens.clear()
         out += [Deliver(sink, copy.copy(error)) for sink in self._connecting if with_waiting]
         if with_waiting:
@@ -384,6 +344,7 @@ class Session:
             stream=stream.id,
             num_tokens=stream.request.num_positions,
             sampling=stream.request.sampling,
+            prompt=stream.shared_prompt,
             grammar=stream.request.grammar,
         )
 

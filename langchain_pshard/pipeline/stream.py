@@ -3,25 +3,28 @@
 Invariants:
 - the fleet's KV of the stream is always a prefix of prompt + tokens (+ drafts in flight): `start` of every slice says which;
 - prefill chunks may be in flight one behind another; rows go alone: the next ones need the answer;
-- tokens are confirmed in order and never taken back.
+- tokens are confirmed in order and never taken back;
+- the drafts in flight are the first ones of the guess, which is compared with the answer as far as the answer reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
+from langchain_pshard.pipeline.account import Account
+from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer
 from langchain_pshard.pipeline.generation import FinishReason, GenerationStats
-from langchain_pshard.pipeline.speculation import Drafter, draft, num_accepted
+from langchain_pshard.pipeline.speculation import Drafting, draft, num_accepted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class Delivery(NamedTuple):
     """New tokens of a stream, with the account of it so far; `finish_reason` is set on the last one."""
 
     tokens: tuple[int, ...]
@@ -29,6 +32,9 @@ class Delivery:
     stats: GenerationStats
     finish_reason: FinishReason | None
 
+
+MAX_SHARED_TOKENS = 128 << 10
+"""Of 4 bytes each: half of what a message's header may have."""
 
 Sink = Callable[[Delivery | PShardError], bool]
 """Where a stream's deliveries go, in order, ended by a finish reason or an error. False: nobody is listening any more.
@@ -47,8 +53,14 @@ class StreamRequest:
     vocab_size: int
     sink: Sink
     timeout_s: float | None = None
-    drafter: Drafter | None = None
+    drafting: Drafting | None = None
+    """Guesses for this stream, begun on its prompt."""
+    num_drafts: int | None = None
+    """How many drafts ride with each step; None: as many as pay."""
+    prefix_cache: bool = True
+    """Whether the beginning of the prompt may be shared with other streams."""
     grammar: Grammar | None = None
+    """What the generated text must conform to."""
 
     @property
     def num_positions(self) -> int:
@@ -63,7 +75,6 @@ class Stream:
         self.id = stream_id
         self.request = request
         self.tokens: list[int] = []
-        self._text = list(request.prompt)  # prompt and tokens, what a drafter reads
         self.submitted_at = now
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
         self.num_prompt_sent = 0
@@ -71,17 +82,15 @@ class Stream:
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
         self.last_step: StepId = StepId(0)
+        self._acceptance = Acceptance()
+        self._num_told = 0  # tokens that the drafter knows
+        self._guess: tuple[int, ...] = ()
         self._drafts: tuple[int, ...] = ()
         self._forced: tuple[int, ...] = ()
-        """What the grammar leaves no choice about: drafts that need no drafter."""
-        self._started_at: float | None = None
-        self._first_token_at: float | None = None
-        self._last_token_at = now
-        self._num_steps = 0
-        self._num_drafted = 0
-        self._num_accepted = 0
-        self._compute_us: list[int] = []
-        self._queue_us: list[int] = []
+        """What the grammar leaves no choice about next: a guess that needs no drafter."""
+        self._is_certain = False
+        """The guess is what the grammar forces: it says nothing about the drafter."""
+        self._account = Account(num_prompt_tokens=len(request.prompt), submitted_at=now)
 
     @property
     def num_prompt_left(self) -> int:
@@ -97,6 +106,17 @@ class Stream:
         """Whether the stream waits for a decode turn."""
         return self.is_decoding and not self.num_in_flight
 
+    @property
+    def shared_prompt(self) -> bytes:
+        """What stages may look up and offer to others: the prompt's token ids, as far as a header has room for them."""
+        return pack_tokens(self.request.prompt[:MAX_SHARED_TOKENS]) if self.request.prefix_cache else b""
+
+    def skip_cached(self, num_tokens: int) -> None:
+        """All stages hold the first `num_tokens` of the prompt: begin behind them. Two tokens at least are computed, as one alone would
+        run another kernel; a stage that holds more rewinds by the one step rule."""
+        self.num_prompt_sent = max(0, min(num_tokens, len(self.request.prompt) - 2))
+        self._account.cached(self.num_prompt_sent)
+
     def next_chunk(self, num_tokens: int, step: StepId, now: float) -> Slice:
         """The next `num_tokens` of the prompt; the last ones sample the first token."""
         start = self.num_prompt_sent
@@ -110,19 +130,30 @@ class Stream:
             num_sampled=1 if self.num_prompt_left == 0 else 0,
         )
 
-    def next_rows(self, max_drafts: int, step: StepId, now: float) -> Slice:
-        """The last token, and drafts of what may follow it.
+    def guess(self, max_drafts: int) -> Offer:
+        """Ask the drafter what may follow, at most `max_drafts` tokens (or as many as the caller chose), and what each is worth.
 
         Raises:
             InvalidOptionError: the caller's drafter failed.
         """
-        num_left = self.request.max_tokens - len(self.tokens)
-        limit = min(max_drafts, num_left - 1)
+        request = self.request
+        num_left = request.max_tokens - len(self.tokens) - 1
+        self._is_certain = bool(self._forced)
         if self._forced:
-            self._drafts, self._forced = self._forced[:limit], ()
-        elif self.request.drafter is not None:
-            self._drafts = draft(self.request.drafter, self._text, max_tokens=limit, vocab_size=self.request.vocab_size)
-        self._num_drafted += len(self._drafts)
+            self._guess, self._forced = self._forced[: min(max_drafts, num_left)], ()
+            return Offer((1.0,) * len(self._guess), len(self._guess))  # each saves a step that has to come
+        if request.drafting is None:
+            return _NO_OFFER
+        wanted = max_drafts if request.num_drafts is None else request.num_drafts
+        limit = min(wanted, num_left)
+        untold = self.tokens[self._num_told :]
+        self._num_told = len(self.tokens)
+        self._guess = draft(request.drafting, untold, max_tokens=limit, vocab_size=request.vocab_size)
+        return Offer(self._acceptance.gains(len(self._guess)), request.num_drafts)
+
+    def next_rows(self, num_drafts: int, step: StepId, now: float) -> Slice:
+        """The last token, and the first `num_drafts` tokens of the guess."""
+        self._drafts = self._guess[:num_drafts]
         self._sent(step, now)
         return Slice(
             stream=self.id,
@@ -132,8 +163,14 @@ class Stream:
             num_sampled=1 + len(self._drafts),
         )
 
-    def apply(self, result: SliceResult | None, timings: Sequence[StageTiming], now: float) -> Delivery | None:
+    def apply(self, result: SliceResult | None, timings: Sequence[StageTiming], way_ms: float, now: float) -> Delivery | None:
         """Take the answer to the oldest slice in flight; None for a prompt chunk that samples nothing.
+
+        Args:
+            result: the answer, None when the slice samples nothing.
+            timings: of the step that carried it, by stage.
+            way_ms: time of the step outside the stages.
+            now: the time.
 
         Raises:
             ProtocolError: the answer has another number of tokens than was asked for, or an id out of the vocabulary.
@@ -141,43 +178,43 @@ class Stream:
         num_expected = self.num_awaited
         self.num_in_flight -= 1
         self.waiting_since = now
-        self._add(timings)
+        self._account.answered(timings, way_ms)
         sampled = unpack_tokens(result.tokens) if result is not None else []
         self._check(sampled, num_expected)
         if not num_expected:
             return None
         forced = unpack_tokens(result.forced) if result is not None else []
         self._check_ids(forced)
+        new = self._accept(sampled)
         self._forced = tuple(forced)
-        accepted = num_accepted(self._drafts, sampled)
-        self._drafts = ()
-        new, finish_reason = self._until_end(sampled[: accepted + 1])
-        self._num_accepted += min(accepted, len(new))
-        self.tokens += new
-        self._text += new
-        if self._first_token_at is None:
-            self._first_token_at = now
-        self._last_token_at = now
+        finish_reason = self._finish_reason(new)
+        self._account.generated(len(new), now)
         logprobs = result.logprobs[: len(new)] if result is not None and result.logprobs is not None else None
-        return Delivery(tokens=tuple(new), logprobs=logprobs, stats=self.stats, finish_reason=finish_reason)
+        return Delivery(tuple(new), logprobs, self._account.stats(), finish_reason)
 
-    @property
-    def stats(self) -> GenerationStats:
-        first_token_at = self._last_token_at if self._first_token_at is None else self._first_token_at
-        started_at = first_token_at if self._started_at is None else self._started_at
-        return GenerationStats(
-            num_prompt_tokens=len(self.request.prompt),
-            num_generated_tokens=len(self.tokens),
-            num_cached_tokens=0,
-            num_steps=self._num_steps,
-            num_drafted_tokens=self._num_drafted,
-            num_accepted_tokens=self._num_accepted,
-            queue_ms=1e3 * (started_at - self.submitted_at),
-            first_token_ms=1e3 * (first_token_at - self.submitted_at),
-            decode_ms=1e3 * (self._last_token_at - first_token_at),
-            stage_compute_ms=tuple(us / 1e3 for us in self._compute_us),
-            stage_queue_ms=tuple(us / 1e3 for us in self._queue_us),
-        )
+    def _accept(self, sampled: list[int]) -> list[int]:
+        """The new tokens, up to an end token (included) or `max_tokens`; and what they say about the guess."""
+        drafts, self._drafts = self._drafts, ()
+        accepted = num_accepted(drafts, sampled) if drafts else 0
+        new = sampled[: accepted + 1]
+        if self._guess and not self._is_certain:
+            # The bonus token shows whether one draft more would have been right: a stream that sends none learns from that.
+            self._acceptance.observe(num_accepted(self._guess, new), min(len(self._guess), len(new)))
+        self._guess = ()
+        new = new[: self.request.max_tokens - len(self.tokens)]
+        for count, token in enumerate(new, start=1):
+            if token in self.request.eos_token_ids:
+                del new[count:]
+                break
+        if drafts:
+            self._account.drafted(len(drafts), min(accepted, len(new)))
+        self.tokens += new
+        return new
+
+    def _finish_reason(self, new: Sequence[int]) -> FinishReason | None:
+        if new[-1] in self.request.eos_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.request.max_tokens else None
 
     @property
     def num_awaited(self) -> int:
@@ -187,13 +224,11 @@ class Stream:
         return 1 if self.num_prompt_left == 0 and self.num_in_flight == 1 else 0
 
     def _sent(self, step: StepId, now: float) -> None:
-        if self._started_at is None:
-            self._started_at = now
         if not self.num_in_flight:
             self.waiting_since = now
         self.num_in_flight += 1
         self.last_step = step
-        self._num_steps += 1
+        self._account.sent(now)
 
     def _check(self, sampled: Sequence[int], num_expected: int) -> None:
         if len(sampled) != num_expected:
@@ -205,19 +240,5 @@ class Stream:
             if not 0 <= token < self.request.vocab_size:
                 raise ProtocolError(f"the last stage answered token {token}; the vocabulary has {self.request.vocab_size}")
 
-    def _until_end(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to an end token (included) or `max_tokens`, and why they end there."""
-        num_left = self.request.max_tokens - len(self.tokens)
-        for count, token in enumerate(tokens[:num_left], start=1):
-            if token in self.request.eos_token_ids:
-                return tokens[:count], FinishReason.STOP
-        return tokens[:num_left], FinishReason.LENGTH if len(tokens) >= num_left else None
 
-    def _add(self, timings: Sequence[StageTiming]) -> None:
-        if len(self._compute_us) < len(timings):
-            missing = len(timings) - len(self._compute_us)
-            self._compute_us += [0] * missing
-            self._queue_us += [0] * missing
-        for idx, timing in enumerate(timings):
-            self._compute_us[idx] += timing.compute_us
-            self._queue_us[idx] += timing.queue_us
+_NO_OFFER = Offer(())

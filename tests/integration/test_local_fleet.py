@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from langchain_pshard.core.errors import BundleError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
+from langchain_pshard.core.errors import BundleError, ClosedError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams
@@ -56,8 +57,8 @@ def test_together_with_others_and_with_drafts_a_stream_says_what_it_says_alone(b
             alone = [client.complete(prompt, params).token_ids for prompt in prompts]
             with ThreadPoolExecutor(len(prompts)) as pool:
                 assert list(pool.map(lambda prompt, params=params: client.complete(prompt, params).token_ids, prompts)) == alone
-            drafter = HalfRight(len(client.tokenizer.encode(prompts[0])), alone[0])
-            drafted = client.complete(prompts[0], params, drafter=drafter)
+            drafter = HalfRight(alone[0])
+            drafted = client.complete(prompts[0], dataclasses.replace(params, draft_tokens=4), drafter=drafter)
             assert drafted.token_ids == alone[0]
             assert drafted.stats.num_steps < 100
 
@@ -65,15 +66,20 @@ def test_together_with_others_and_with_drafts_a_stream_says_what_it_says_alone(b
 class HalfRight:
     """Drafts of four tokens, of which every other proposal has a wrong second one."""
 
-    def __init__(self, num_prompt_tokens: int, answer: Sequence[int]) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, answer: Sequence[int]) -> None:
         self._answer = answer
+        self._num_done = 0
         self._turn = 0
 
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def begin(self, prompt: Sequence[int]) -> HalfRight:
+        return self
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._num_done += len(tokens)
+
+    def propose(self, max_tokens: int) -> Sequence[int]:
         self._turn += 1
-        done = len(tokens) - self._num_prompt_tokens
-        drafts = list(self._answer[done : done + 4])
+        drafts = list(self._answer[self._num_done : self._num_done + 4])
         if self._turn % 2 and len(drafts) > 1:
             drafts[1] = (drafts[1] + 1) % 200
         return drafts[:max_tokens]
@@ -92,6 +98,44 @@ def test_killed_worker_ends_the_stream_in_one_typed_error(bundles: dict[int, Pat
         with pytest.raises(WorkerUnreachableError) as caught:
             client.complete("hello there", PARAMS)
         assert caught.value.addresses == (fleet.addresses[1],)
+
+
+def test_dead_worker_is_revived_at_its_address_and_the_client_goes_on(bundles: dict[int, Path], tmp_path: Path) -> None:
+    with LocalFleet(bundles[2], num_threads=1) as fleet, connect(fleet, tmp_path) as client:
+        expected = client.complete("hello there", PARAMS).token_ids
+        addresses, (first, second) = fleet.addresses, fleet.pids
+        kill(second)
+        assert not fleet.is_whole
+        fleet.revive()
+        assert fleet.is_whole
+        assert fleet.addresses == addresses
+        assert (fleet.pids[0], fleet.pids[1] == second) == (first, False)
+        assert client.complete("hello there", PARAMS).token_ids == expected
+        fleet.revive()  # nothing to do
+        assert fleet.pids[0] == first
+    with pytest.raises(ClosedError, match="make a new one"):
+        fleet.revive()
+
+
+def test_what_cannot_be_revived_says_why_and_is_tried_again(bundles: dict[int, Path], tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(bundles[1], bundle)
+    weights = bundle / "stage-0" / "openvino_model.bin"
+    data = weights.read_bytes()
+    with LocalFleet(bundle, num_threads=1) as fleet:
+        kill(fleet.pids[0])
+        weights.unlink()
+        with pytest.raises(BundleError, match="missing"):
+            fleet.revive()
+        weights.write_bytes(data)
+        fleet.revive()
+        assert fleet.is_whole
+
+
+def kill(pid: int) -> None:
+    process = psutil.Process(pid)
+    process.kill()
+    process.wait(10)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGSTOP")
@@ -146,6 +190,8 @@ def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path
     bundle = bundles[2]
     with pytest.raises(InvalidOptionError, match="num_threads"):
         LocalFleet(bundle, num_threads=0)
+    with pytest.raises(InvalidOptionError, match=r"worker of stage . refuses its options: .*'lots' is not a size"):
+        LocalFleet(bundle, kv_memory="lots")
     with pytest.raises(WorkerUnreachableError, match=r"not ready within 0\.1 s"):
         LocalFleet(bundle, start_timeout_s=0.1)
 

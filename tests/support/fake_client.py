@@ -76,12 +76,13 @@ class FakeClient:
             num_generated_tokens=3,
             num_cached_tokens=2,
             num_steps=3,
-            num_drafted_tokens=0,
-            num_accepted_tokens=0,
+            num_drafted_tokens=6,
+            num_accepted_tokens=2,
             queue_ms=1.0,
             first_token_ms=2.0,
             decode_ms=4.0,
             stage_compute_ms=(1.5,),
             stage_queue_ms=(0.0,),
+            way_ms=6.0,
         )
         return GenerationChunk(text=self.end_text, token_ids=(2,), end=GenerationEnd(finish_reason=self.finish_reason, stats=stats))

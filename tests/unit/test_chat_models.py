@@ -79,6 +79,10 @@ def test_invoke(serve: Serve) -> None:
             "decode_ms": 4.0,
             "tokens_per_s": 500.0,
             "stage_compute_ms": [1.5],
+            "stage_queue_ms": [0.0],
+            "hop_ms": 1.0,
+            "num_drafted_tokens": 6,
+            "num_accepted_tokens": 2,
         },
     }
     assert client.prompts == ["<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]
@@ -392,3 +396,18 @@ def test_imports_stay_light() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"
+
+
+def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
+    client = serve(["a"])
+    with ChatPShard(workers=WORKERS, draft_tokens=4) as model:
+        model.invoke("Hi")
+        model.invoke("Hi", draft=None)
+        model.bind(draft="ngram", draft_tokens="auto").invoke("Hi")
+        asked = [(params.draft, params.draft_tokens) for params in client.params]
+        assert asked == [("auto", 4), (None, 4), ("ngram", "auto")]
+        assert "draft" not in model._identifying_params
+        with pytest.raises(InvalidOptionError, match="draft='model' needs a draft shard"):
+            model.invoke("Hi", draft="model")
+        with pytest.raises(InvalidOptionError, match="draft_tokens=0"):
+            model.invoke("Hi", draft_tokens=0)

@@ -93,7 +93,7 @@ def generate(head: Head, *, drafts: random.Random | None = None, most: int = 400
 def test_drafts_and_chunks_change_nothing_and_the_text_conforms(compiler: GrammarCompiler, params: SamplingParams) -> None:
     def fresh() -> Head:
         head = Head(compiler)
-        head.open(KEY, params, schema(RECORD))
+        head.open(KEY, params, grammar=schema(RECORD))
         return head
 
     plain = generate(fresh())
@@ -113,7 +113,7 @@ def test_drafts_and_chunks_change_nothing_and_the_text_conforms(compiler: Gramma
 
 def test_what_is_forced_is_suggested_and_what_follows_accepts_it(compiler: GrammarCompiler) -> None:
     head = Head(compiler)
-    head.open(KEY, SamplingParams(), Grammar(GrammarKind.REGEX, "ab(c|d)efg"))
+    head.open(KEY, SamplingParams(), grammar=Grammar(GrammarKind.REGEX, "ab(c|d)efg"))
 
     def result(start: int, tokens: Sequence[int], kind: SliceKind, num_sampled: int) -> tuple[str, str]:
         rows = np.array([logits_at(start + row) for row in range(num_sampled)])
@@ -141,13 +141,13 @@ def test_regular_expressions_and_lark(compiler: GrammarCompiler) -> None:
         (Grammar(GrammarKind.LARK, 'start: "x" item+\nitem: "1" | "2"'), "x"),
     ):
         head = Head(compiler)
-        head.open(KEY, SamplingParams(), grammar)
+        head.open(KEY, SamplingParams(), grammar=grammar)
         assert decode(step(head, 0, PROMPT, SliceKind.PREFILL, 1)) == text
 
 
 def test_log_probabilities_are_of_what_may_come(compiler: GrammarCompiler) -> None:
     head = Head(compiler)
-    head.open(KEY, SamplingParams(top_logprobs=20), Grammar(GrammarKind.REGEX, "a|b"))
+    head.open(KEY, SamplingParams(top_logprobs=20), grammar=Grammar(GrammarKind.REGEX, "a|b"))
     piece = RunSlice(key=KEY, start=0, tokens=np.array(PROMPT, np.int32), kind=SliceKind.PREFILL, num_sampled=1)
     [result] = head.sample(logits_at(2)[None], [piece])
     assert result.logprobs is not None
@@ -158,7 +158,7 @@ def test_log_probabilities_are_of_what_may_come(compiler: GrammarCompiler) -> No
 
 def test_whoever_goes_on_from_what_is_forbidden_gets_an_end(compiler: GrammarCompiler) -> None:
     head = Head(compiler)
-    head.open(KEY, SamplingParams(), Grammar(GrammarKind.REGEX, "abc"))
+    head.open(KEY, SamplingParams(), grammar=Grammar(GrammarKind.REGEX, "abc"))
     step(head, 0, PROMPT, SliceKind.PREFILL, 1)
     assert step(head, 3, encode("ax"), SliceKind.ROWS, 2) == [*encode("b"), EOS_ID]
     assert step(head, 5, encode("y"), SliceKind.ROWS, 1) == [EOS_ID]
@@ -184,7 +184,7 @@ def test_whoever_goes_on_from_what_is_forbidden_gets_an_end(compiler: GrammarCom
 def test_what_cannot_be_enforced_is_refused_by_its_part(compiler: GrammarCompiler, grammar: Grammar, part: str) -> None:
     head = Head(compiler)
     with pytest.raises(GrammarError, match=part):
-        head.open(KEY, SamplingParams(), grammar)
+        head.open(KEY, SamplingParams(), grammar=grammar)
     head.open(KEY, SamplingParams())  # nothing is left of it
 
 
@@ -198,7 +198,7 @@ def test_a_tokenizer_that_cannot_be_used_is_told_to_whoever_asks(tmp_path: Path,
             compiler.compile(schema({}))
     assert "no constrained decoding" in caplog.text
     with pytest.raises(GrammarError, match="enforces no grammars"):
-        Head().open(KEY, SamplingParams(), schema({}))
+        Head().open(KEY, SamplingParams(), grammar=schema({}))
 
 
 @pytest.mark.parametrize("text", ["", "x" * (MAX_GRAMMAR_BYTES + 1)])

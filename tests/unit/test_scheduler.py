@@ -6,22 +6,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_pshard.core.messages import StreamId
+from langchain_pshard.core.messages import StageTiming, StreamId
 from langchain_pshard.pipeline.scheduler import (
     MAX_CHUNK_TOKENS,
+    MAX_CHUNKS_IN_FLIGHT,
+    MAX_GROUPS,
+    MIN_CHUNK_TOKENS,
     PREFILL_BUDGET_TOKENS,
+    ROW_BUDGET,
+    STALL_MS,
     Chunk,
-    Plan,
     Prefilling,
     Situation,
+    best_chunk_tokens,
     chunk_length,
     num_decode_groups,
     plan,
 )
+from langchain_pshard.pipeline.step_costs import StepCosts
 
 
 def ids(*numbers: int) -> tuple[StreamId, ...]:
     return tuple(StreamId(number) for number in numbers)
+
+
+def costs(*stages: tuple[float, float], way_ms: float = 1.0, prompt: tuple[float, float] = (8.0, 0.5)) -> StepCosts:
+    """What was learned from stages that take `base + slope x rows`, and `prompt` likewise over prompt tokens."""
+    made = StepCosts(len(stages))
+
+    def timings(lines: list[tuple[float, float]], count: int) -> list[StageTiming]:
+        return [StageTiming(0, round(1e3 * (base + slope * count))) for base, slope in lines]
+
+    for turn in range(200):
+        for num_rows, num_prompt_tokens in ((1 + 4 * (turn % 5), 0), (0, 32 * (1 + turn % 5))):
+            found = timings([prompt] * len(stages), num_prompt_tokens) if num_prompt_tokens else timings(list(stages), num_rows)
+            spent_ms = sum(timing.compute_us for timing in found) / 1e3
+            made.observe(num_rows=num_rows, num_prompt_tokens=num_prompt_tokens, timings=found, round_trip_ms=spent_ms + way_ms)
+    return made
+
+
+MEMORY_BOUND = costs((10.0, 0.05), (10.0, 0.05))
+COMPUTE_BOUND = costs((1.0, 1.0), (1.0, 1.0))
+FAR = costs((1.0, 2.0), (1.0, 2.0), way_ms=100.0)
 
 
 def situation(
@@ -31,15 +57,15 @@ def situation(
     num_decoding: int | None = None,
     in_flight: int = 0,
     decode_in_flight: int = 0,
-    num_stages: int = 2,
+    turn: int = 0,
 ) -> Situation:
     return Situation(
-        num_stages=num_stages,
         num_in_flight=in_flight,
         num_decode_in_flight=decode_in_flight,
         num_decoding=len(ready) if num_decoding is None else num_decoding,
         ready=ready,
         prefilling=[Prefilling(stream=StreamId(stream), num_left=left) for stream, left in prefilling],
+        turn=turn,
     )
 
 
@@ -48,49 +74,104 @@ def chunks(*pairs: tuple[int, int]) -> tuple[Chunk, ...]:
 
 
 def test_nothing_to_do() -> None:
-    assert plan(situation()) is None
+    assert plan(situation(), MEMORY_BOUND) is None
 
 
-def test_few_streams_decode_together() -> None:
-    assert plan(situation(ready=ids(1, 2, 3))) == Plan(rows=ids(1, 2, 3), max_drafts=41, chunks=())
+def test_stages_that_read_weights_get_one_large_group() -> None:
+    found = plan(situation(ready=ids(*range(1, 9))), MEMORY_BOUND)
+    assert found is not None
+    assert (found.rows, found.num_groups, found.max_drafts) == (ids(*range(1, 9)), 1, ROW_BUDGET - 8)
 
 
 def test_a_stream_that_gets_ready_waits_for_its_group() -> None:
-    assert plan(situation(ready=ids(3), num_decoding=3, in_flight=1, decode_in_flight=1)) is None
+    assert plan(situation(ready=ids(3), num_decoding=3, in_flight=1, decode_in_flight=1), MEMORY_BOUND) is None
 
 
-def test_many_streams_alternate_in_as_many_groups_as_stages() -> None:
-    first = plan(situation(ready=ids(*range(1, 17))))
+def test_stages_that_compute_get_alternating_groups() -> None:
+    first = plan(situation(ready=ids(*range(1, 17))), COMPUTE_BOUND)
     assert first is not None
-    assert first.rows == ids(*range(1, 9))
-    second = plan(situation(ready=ids(*range(9, 17)), num_decoding=16, in_flight=1, decode_in_flight=1))
+    assert (first.rows, first.num_groups) == (ids(*range(1, 9)), 2)
+    second = plan(situation(ready=ids(*range(9, 17)), num_decoding=16, in_flight=1, decode_in_flight=1), COMPUTE_BOUND)
     assert second is not None
     assert second.rows == ids(*range(9, 17))
-    assert plan(situation(ready=ids(1), num_decoding=16, in_flight=2, decode_in_flight=2)) is None
+    assert plan(situation(ready=ids(1), num_decoding=16, in_flight=2, decode_in_flight=2), COMPUTE_BOUND) is None
 
 
-def test_decode_rows_and_a_bounded_piece_of_a_prompt_share_a_micro_batch() -> None:
-    found = plan(situation(ready=ids(1), prefilling=((2, 1000), (3, 10))))
-    assert found == Plan(rows=ids(1), max_drafts=127, chunks=chunks((2, 256)))
+def test_groups() -> None:
+    assert [num_decode_groups(count, MEMORY_BOUND) for count in (1, 2, 8, 16)] == [1, 1, 1, 1]
+    assert num_decode_groups(1, COMPUTE_BOUND) == 1
+    assert num_decode_groups(300, MEMORY_BOUND) >= 3  # a micro-batch holds no more than ROW_BUDGET rows
+    assert num_decode_groups(64, FAR) > num_decode_groups(64, costs((1.0, 2.0), (1.0, 2.0), way_ms=1.0))
+    assert num_decode_groups(2, StepCosts(2)) == 1  # nothing measured yet
+    assert num_decode_groups(64, StepCosts(1)) == 1  # one stage has nobody to alternate with
 
 
-def test_prompts_are_filled_in_order_of_arrival() -> None:
-    found = plan(situation(prefilling=((4, 100), (5, 300), (6, 300), (7, 20))))
-    assert found is not None
-    assert found.chunks == chunks((4, 100), (5, 256), (6, 156))
-
-
-def test_no_more_micro_batches_in_flight_than_stages_and_one() -> None:
-    busy = situation(prefilling=((1, 1000),), in_flight=2)
-    assert plan(busy) is not None
-    assert plan(situation(prefilling=((1, 1000),), in_flight=3)) is None
-
-
-@pytest.mark.parametrize(
-    ("num_decoding", "num_stages", "expected"), [(1, 3, 1), (7, 3, 1), (8, 1, 1), (8, 2, 2), (8, 3, 2), (12, 3, 3), (64, 2, 2)]
+@given(
+    num_decoding=st.integers(1, 300),
+    lines=st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 5)), min_size=1, max_size=4),
+    way_ms=st.floats(0, 300),
 )
-def test_decode_groups(num_decoding: int, num_stages: int, expected: int) -> None:
-    assert num_decode_groups(num_decoding, num_stages) == expected
+def test_no_other_number_of_groups_is_much_better(num_decoding: int, lines: list[tuple[float, float]], way_ms: float) -> None:
+    learned = StepCosts(len(lines))
+    for count in (1, 8, 1, 8, 64):
+        found = [StageTiming(0, round(1e3 * (base + slope * count))) for base, slope in lines]
+        learned.observe(
+            num_rows=count, num_prompt_tokens=0, timings=found, round_trip_ms=sum(timing.compute_us for timing in found) / 1e3 + way_ms
+        )
+    num_groups = num_decode_groups(num_decoding, learned)
+    assert 1 <= num_groups <= min(num_decoding, MAX_GROUPS)
+    size = -(-num_decoding // num_groups)
+    assert size <= ROW_BUDGET
+    for other in range(1, num_groups):
+        if -(-num_decoding // other) <= ROW_BUDGET:  # more groups are only for a gain
+            assert learned.cycle_ms(size, num_groups) < learned.cycle_ms(-(-num_decoding // other), other)
+
+
+def test_decode_rows_and_a_piece_of_a_prompt_that_does_not_stall_them_share_a_micro_batch() -> None:
+    found = plan(situation(ready=ids(1), prefilling=((2, 1000), (3, 10))), MEMORY_BOUND)
+    assert found is not None
+    assert found.rows == ids(1)
+    assert [chunk.stream for chunk in found.chunks] == [2]
+    line = MEMORY_BOUND.slowest_prompt()
+    assert 0.9 * STALL_MS < line.at(found.chunks[0].num_tokens) <= STALL_MS + line.slope_ms
+
+
+def test_the_oldest_and_the_shortest_prompt_go_first_in_turn() -> None:
+    waiting = ((4, 1000), (5, 900), (6, 20))
+    even, odd = (plan(situation(ready=ids(1), prefilling=waiting, turn=turn), MEMORY_BOUND) for turn in (0, 1))
+    assert even is not None
+    assert odd is not None
+    assert even.chunks[0].stream == 4
+    assert odd.chunks[0] == Chunk(stream=StreamId(6), num_tokens=20)
+
+
+def test_prompts_fill_the_budget_while_nobody_decodes() -> None:
+    found = plan(situation(prefilling=((4, 100), (5, 200), (6, 300), (7, 20))), costs((10.0, 0.05)))
+    assert found is not None
+    assert found.chunks == chunks((4, 100), (5, 200), (6, 212))
+
+
+def test_in_flight_chunks_are_bounded_and_more_where_the_way_is_long() -> None:
+    def most(learned: StepCosts, *, ready: bool = False) -> int:
+        more = {"num_decoding": 1, "decode_in_flight": 1} if ready else {}
+        return next(count for count in range(100) if plan(situation(prefilling=((1, 1000),), in_flight=count, **more), learned) is None)
+
+    assert most(MEMORY_BOUND) == 4  # two stages, one waiting, one on the way
+    assert most(MEMORY_BOUND, ready=True) == 3
+    assert most(MEMORY_BOUND) < most(costs((1.0, 0.5), (1.0, 0.5), way_ms=200.0)) <= MAX_CHUNKS_IN_FLIGHT + 1
+    assert most(costs((1.0, 0.5), way_ms=1e6)) == MAX_CHUNKS_IN_FLIGHT + 1
+
+
+def test_the_best_chunk_is_no_slower_than_others() -> None:
+    def turns_ms(learned: StepCosts, num_tokens: int, chunk: int) -> float:
+        return (num_tokens / chunk + learned.num_stages - 1) * learned.slowest_prompt().at(chunk)
+
+    for learned in (MEMORY_BOUND, costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), prompt=(40.0, 0.4))):
+        best = best_chunk_tokens(1000, learned)
+        assert MIN_CHUNK_TOKENS < best < MAX_CHUNK_TOKENS
+        for other in range(MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS):
+            assert turns_ms(learned, 1000, best) <= turns_ms(learned, 1000, other) * 1.001
+    assert best_chunk_tokens(1000, costs((10.0, 0.05))) == MAX_CHUNK_TOKENS  # with one stage nothing overlaps
 
 
 @pytest.mark.parametrize(
@@ -118,10 +199,11 @@ def test_no_prompt_is_ever_cut_into_a_single_token(length: int, rooms: list[int]
     prefilling=st.lists(st.tuples(st.integers(201, 400), st.integers(2, 2000)), unique_by=lambda pair: pair[0], max_size=20),
     more_decoding=st.integers(0, 40),
     in_flight=st.integers(0, 5),
-    num_stages=st.integers(1, 4),
+    learned=st.sampled_from([MEMORY_BOUND, COMPUTE_BOUND, FAR, StepCosts(1), StepCosts(4)]),
+    turn=st.integers(0, 1),
 )
 def test_plans_keep_their_bounds(
-    ready: list[int], prefilling: list[tuple[int, int]], more_decoding: int, in_flight: int, num_stages: int
+    ready: list[int], prefilling: list[tuple[int, int]], more_decoding: int, in_flight: int, learned: StepCosts, turn: int
 ) -> None:
     now = situation(
         ready=ids(*ready),
@@ -129,15 +211,42 @@ def test_plans_keep_their_bounds(
         num_decoding=len(ready) + more_decoding,
         in_flight=in_flight,
         decode_in_flight=min(in_flight, more_decoding),
-        num_stages=num_stages,
+        turn=turn,
     )
-    found = plan(now)
+    found = plan(now, learned)
     if in_flight == 0 and (ready or prefilling):
         assert found is not None  # the fleet never idles while there is work
     if found is None:
         return
-    assert in_flight <= num_stages
     assert found.rows or found.chunks
     assert list(found.rows) == ready[: len(found.rows)]
     assert sum(chunk.num_tokens for chunk in found.chunks) <= PREFILL_BUDGET_TOKENS
-    assert len(found.rows) * (1 + found.max_drafts) <= 128
+    assert len({chunk.stream for chunk in found.chunks}) == len(found.chunks)
+    assert len(found.rows) + found.max_drafts <= ROW_BUDGET
+
+
+@given(
+    lengths=st.lists(st.integers(2, 800), min_size=1, max_size=12),
+    arrivals=st.integers(0, 40),
+    learned=st.sampled_from([MEMORY_BOUND, COMPUTE_BOUND, FAR]),
+)
+def test_nobody_starves(lengths: list[int], arrivals: int, learned: StepCosts) -> None:
+    """Prompts all come through, the first within a bound, though new short ones keep coming and others decode."""
+    waiting = dict(enumerate(lengths, start=1))
+    first_at: int | None = None
+    for turn in range(2000):
+        if turn < arrivals:
+            waiting[1000 + turn] = 2
+        found = plan(situation(ready=ids(5000), prefilling=tuple(waiting.items()), turn=turn), learned)
+        assert found is not None
+        for chunk in found.chunks:
+            waiting[chunk.stream] -= chunk.num_tokens
+            if not waiting[chunk.stream]:
+                del waiting[chunk.stream]
+        if first_at is None and 1 not in waiting:
+            first_at = turn
+        if not waiting and turn >= arrivals:
+            break
+    assert not waiting
+    assert first_at is not None
+    assert first_at <= 2 * (lengths[0] // (MIN_CHUNK_TOKENS - 1) + 1)

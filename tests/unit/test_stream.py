@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageT
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.generation import FinishReason
 from langchain_pshard.pipeline.recovery import Replay, replay_plan
-from langchain_pshard.pipeline.speculation import Drafter, draft, num_accepted
+from langchain_pshard.pipeline.speculation import Drafting, draft
 from langchain_pshard.pipeline.stream import Delivery, Stream, StreamRequest
 
 VOCAB = 13
@@ -50,7 +51,7 @@ class FakeFleet:
         return SliceResult(piece.stream, pack_tokens([fake_next(self.held[: idx + 1]) for idx in range(first, len(self.held))]))
 
 
-def make(prompt: Sequence[int], max_tokens: int = 8, *, eos: bool = True, drafter: Drafter | None = None) -> Stream:
+def make(prompt: Sequence[int], max_tokens: int = 8, *, eos: bool = True, drafting: Drafting | None = None) -> Stream:
     request = StreamRequest(
         prompt=tuple(prompt),
         max_tokens=max_tokens,
@@ -58,9 +59,27 @@ def make(prompt: Sequence[int], max_tokens: int = 8, *, eos: bool = True, drafte
         eos_token_ids=frozenset({EOS} if eos else ()),
         vocab_size=VOCAB,
         sink=lambda _: True,
-        drafter=drafter,
+        drafting=drafting,
     )
     return Stream(StreamId(1), request, now=0.0)
+
+
+@pytest.mark.parametrize(("num_prompt", "cached", "start"), [(1, 0, 0), (1, 1, 0), (2, 2, 0), (40, 32, 32), (64, 64, 62), (40, 0, 0)])
+def test_what_is_cached_is_not_sent_and_two_tokens_are_left(num_prompt: int, cached: int, start: int) -> None:
+    stream = make([1] * num_prompt)
+    assert unpack_tokens(stream.shared_prompt) == [1] * num_prompt
+    stream.skip_cached(cached)
+    assert stream.num_prompt_left == num_prompt - start
+    assert stream.next_chunk(num_prompt - start, StepId(1), 0.0).start == start
+    result = SliceResult(StreamId(1), pack_tokens([7]))
+    delivery = stream.apply(result, (), 0.0, 0.0)
+    assert delivery is not None
+    assert delivery.stats.num_cached_tokens == start
+
+
+def test_a_prompt_that_is_not_to_be_shared_is_not_told() -> None:
+    request = dataclasses.replace(make([1] * 40).request, prefix_cache=False)
+    assert Stream(StreamId(1), request, now=0.0).shared_prompt == b""
 
 
 def run(stream: Stream, max_drafts: int = 8) -> tuple[list[int], Delivery, FakeFleet]:
@@ -68,24 +87,33 @@ def run(stream: Stream, max_drafts: int = 8) -> tuple[list[int], Delivery, FakeF
     step, tokens = 0, list[int]()
     piece = stream.next_chunk(stream.num_prompt_left, StepId(1), 0.0)
     while True:
-        delivery = stream.apply(fleet.run(piece), (), float(step))
+        delivery = stream.apply(fleet.run(piece), (), 0.0, float(step))
         assert delivery is not None
         tokens += delivery.tokens
         if delivery.finish_reason is not None:
             return tokens, delivery, fleet
         step += 1
         assert stream.is_ready
-        piece = stream.next_rows(max_drafts, StepId(step + 1), float(step))
+        piece = next_rows(stream, max_drafts, StepId(step + 1), float(step))
+
+
+def next_rows(stream: Stream, max_drafts: int, step: StepId, now: float) -> Slice:
+    return stream.next_rows(len(stream.guess(max_drafts).gains), step, now)
 
 
 class Scripted:
     """Drafts of a given length, right up to a given place."""
 
-    def __init__(self, script: list[tuple[int, int]]) -> None:
+    def __init__(self, prompt: Sequence[int], script: list[tuple[int, int]]) -> None:
+        self._tokens = list(prompt)
         self._script = script
         self._turn = 0
 
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def propose(self, max_tokens: int) -> Sequence[int]:
+        tokens = self._tokens
         length, right = self._script[self._turn % len(self._script)]
         self._turn += 1
         text = list(tokens)
@@ -105,7 +133,7 @@ class Scripted:
 def test_any_acceptance_pattern_yields_the_plain_tokens(
     prompt: list[int], max_tokens: int, eos: bool, script: list[tuple[int, int]], max_drafts: int
 ) -> None:
-    stream = make(prompt, max_tokens, eos=eos, drafter=Scripted(script))
+    stream = make(prompt, max_tokens, eos=eos, drafting=Scripted(prompt, script))
     tokens, last, fleet = run(stream, max_drafts)
     assert tokens == plain(prompt, max_tokens, eos)
     assert fleet.most <= stream.request.num_positions
@@ -121,9 +149,9 @@ def test_prompt_in_chunks_behind_one_another() -> None:
     second = stream.next_chunk(2, StepId(2), 0.5)
     assert (first.start, first.num_tokens, first.num_sampled, first.kind) == (0, 3, 0, SliceKind.PREFILL)
     assert (second.start, second.num_tokens, second.num_sampled) == (3, 2, 1)
-    assert stream.apply(fleet.run(first), (), 1.0) is None
+    assert stream.apply(fleet.run(first), (), 0.0, 1.0) is None
     assert not stream.is_ready
-    delivery = stream.apply(fleet.run(second), (), 2.0)
+    delivery = stream.apply(fleet.run(second), (), 0.0, 2.0)
     assert delivery is not None
     assert list(delivery.tokens) == plain([1, 2, 3, 4, 5], 1, False)
     row = stream.next_rows(0, StepId(3), 2.0)
@@ -133,23 +161,25 @@ def test_prompt_in_chunks_behind_one_another() -> None:
 def test_stats() -> None:
     stream, fleet = make([1, 2], max_tokens=2, eos=False), FakeFleet()
     timings = (StageTiming(100, 2000), StageTiming(50, 1000))
-    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.25)), timings, 1.0)
-    last = stream.apply(fleet.run(stream.next_rows(0, StepId(2), 1.0)), timings, 1.5)
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.25)), timings, 6.0, 1.0)
+    last = stream.apply(fleet.run(stream.next_rows(0, StepId(2), 1.0)), timings, 3.0, 1.5)
     assert last is not None
     assert last.finish_reason is FinishReason.LENGTH
     stats = last.stats
     assert (stats.queue_ms, stats.first_token_ms, stats.decode_ms) == (250.0, 1000.0, 500.0)
     assert (stats.stage_compute_ms, stats.stage_queue_ms) == ((4.0, 2.0), (0.2, 0.1))
     assert stats.tokens_per_s == 2.0
+    assert (stats.way_ms, stats.num_hops, stats.hop_ms) == (9.0, 3, 1.5)
+    assert stats.acceptance == 0.0
 
 
 def test_logprobs_are_those_of_the_tokens_delivered() -> None:
-    stream = make([1, 2], max_tokens=2, eos=False, drafter=Scripted([(1, 0)]))
+    stream = make([1, 2], max_tokens=2, eos=False, drafting=Scripted([1, 2], [(1, 0)]))
     fleet = FakeFleet()
-    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), (), 0.0)
-    plain_result = fleet.run(stream.next_rows(4, StepId(2), 0.0))
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), (), 0.0, 0.0)
+    plain_result = fleet.run(next_rows(stream, 4, StepId(2), 0.0))
     all_of_them = tuple(TokenLogprobs(-float(idx), ()) for idx in range(len(unpack_tokens(plain_result.tokens))))
-    delivery = stream.apply(SliceResult(plain_result.stream, plain_result.tokens, all_of_them), (), 0.0)
+    delivery = stream.apply(SliceResult(plain_result.stream, plain_result.tokens, all_of_them), (), 0.0, 0.0)
     assert delivery is not None
     assert delivery.logprobs == all_of_them[:1]
 
@@ -159,26 +189,61 @@ def test_a_wrong_answer_is_a_protocol_error(tokens: list[int]) -> None:
     stream = make([1, 2])
     stream.next_chunk(2, StepId(1), 0.0)
     with pytest.raises(ProtocolError, match="the last stage answered"):
-        stream.apply(SliceResult(StreamId(1), pack_tokens(tokens)), (), 0.0)
+        stream.apply(SliceResult(StreamId(1), pack_tokens(tokens)), (), 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("drafts", "sampled", "expected"),
-    [([], [5], 0), ([5], [5, 6], 1), ([5, 7], [5, 6, 8], 1), ([4, 6], [5, 6, 7], 0), ([5, 6], [5, 6, 7], 2)],
-)
-def test_num_accepted(drafts: list[int], sampled: list[int], expected: int) -> None:
-    assert num_accepted(drafts, sampled) == expected
+class Fixed:
+    """Always the same guess; keeps what it was told."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = tokens
+        self.told: list[int] = []
+        self.asked: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.told += tokens
+
+    def propose(self, max_tokens: int) -> Sequence[int]:
+        self.asked.append(max_tokens)
+        return self._tokens
 
 
 def test_drafts_are_checked_and_cut() -> None:
-    class Fixed:
-        def propose(self, tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
-            return [1, 2, VOCAB]
-
-    assert draft(Fixed(), [1], max_tokens=2, vocab_size=VOCAB) == (1, 2)
-    assert draft(Fixed(), [1], max_tokens=0, vocab_size=VOCAB) == ()
+    drafting = Fixed(1, 2, VOCAB)
+    assert draft(drafting, [1], max_tokens=2, vocab_size=VOCAB) == (1, 2)
+    assert draft(drafting, [4, 5], max_tokens=0, vocab_size=VOCAB) == ()
+    assert drafting.told == [1, 4, 5]
     with pytest.raises(InvalidOptionError, match=f"proposed token {VOCAB}; valid: 0 to {VOCAB - 1}"):
-        draft(Fixed(), [1], max_tokens=3, vocab_size=VOCAB)
+        draft(drafting, [], max_tokens=3, vocab_size=VOCAB)
+
+
+def test_a_drafter_hears_every_token_once_and_never_drafts_beyond_the_end() -> None:
+    drafting = Fixed(*range(1, 9))
+    tokens, _, _ = run(make([1, 2], max_tokens=12, eos=False, drafting=drafting))
+    assert drafting.told == tokens[: len(drafting.told)]
+    assert all(count <= 12 - 1 - 1 for count in drafting.asked)
+    assert drafting.told
+
+
+def test_a_guess_that_does_not_ride_still_teaches_what_one_draft_would_bring() -> None:
+    class Right:
+        def __init__(self) -> None:
+            self.text = [1, 2]
+
+        def extend(self, tokens: Sequence[int]) -> None:
+            self.text += tokens
+
+        def propose(self, max_tokens: int) -> Sequence[int]:
+            return [fake_next(self.text)]
+
+    stream, fleet = make([1, 2], max_tokens=40, eos=False, drafting=Right()), FakeFleet()
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), (), 0.0, 0.0)
+    before = stream.guess(4).gains[0]
+    for step in range(2, 12):
+        stream.apply(fleet.run(stream.next_rows(0, StepId(step), 0.0)), (), 0.0, 0.0)
+        after = stream.guess(4).gains[0]
+    assert before == 0.5
+    assert after > 0.9
 
 
 def test_replay_plan_keeps_the_kinds() -> None:

@@ -1,0 +1,162 @@
+"""The steps of a client: which go out next, which are under way, and what they cost. Pure.
+
+`scheduler` says which streams form a micro-batch and `adaptive_k` how many drafts ride; here their choices become slices, and every answer
+teaches `StepCosts` what the next choice costs.
+
+Invariant: a flight ends when each of its slices was answered, failed, or belongs to a stream that ended: nothing leaks in-flight turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from langchain_pshard.core.errors import PShardError
+from langchain_pshard.core.messages import Slice, SliceKind, StageTiming, StepId, StreamId
+from langchain_pshard.pipeline import adaptive_k, scheduler
+from langchain_pshard.pipeline.step_costs import StepCosts
+from langchain_pshard.pipeline.stream import Stream
+
+_ROWS_FORGET = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A micro-batch to send; without slices when all its streams failed."""
+
+    step_id: StepId
+    slices: tuple[Slice, ...]
+    failed: tuple[tuple[Stream, PShardError], ...]
+    """Streams whose drafter failed."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A micro-batch on its way."""
+
+    sent_at: float
+    num_rows: int
+    num_prompt_tokens: int
+    awaited: set[StreamId] = field(default_factory=set)
+    """Streams whose slices have not been answered."""
+    rows: set[StreamId] = field(default_factory=set)
+    """Those of them that decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A micro-batch that came back."""
+
+    streams: tuple[StreamId, ...]
+    way_ms: float
+    """Its time outside the stages."""
+
+
+class Turns:
+    """The flights of one chain and their costs. `reset` begins a new chain."""
+
+    def __init__(self, *, max_draft_tokens: int) -> None:
+        self._max_draft_tokens = max_draft_tokens
+        self._step_ids = itertools.count(1)
+        self._num_turns = 0
+        self._flights: dict[StepId, Flight] = {}
+        self._costs = StepCosts(1)
+        self._rows_per_stream = 1.0
+
+    def reset(self, num_stages: int) -> None:
+        """A new chain: what was under way is gone, and its costs are its own."""
+        self._flights.clear()
+        self._costs = StepCosts(num_stages)
+        self._rows_per_stream = 1.0
+
+    def clear(self) -> None:
+        """Nothing is under way any more."""
+        self._flights.clear()
+
+    def next_turn(self, streams: Mapping[StreamId, Stream], now: float) -> Turn | None:
+        """The next micro-batch of these streams, or None when it is better to wait for an answer."""
+        plan = scheduler.plan(self._situation(streams.values()), self._costs)
+        if plan is None:
+            return None
+        step_id = StepId(next(self._step_ids))
+        self._num_turns += 1
+        slices, failed = self._rows(plan, streams, step_id, now)
+        num_rows = sum(piece.num_tokens for piece in slices)
+        slices += [streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
+        if slices:
+            self._flights[step_id] = Flight(
+                sent_at=now,
+                num_rows=num_rows,
+                num_prompt_tokens=sum(chunk.num_tokens for chunk in plan.chunks),
+                awaited={piece.stream for piece in slices},
+                rows={piece.stream for piece in slices if piece.kind is SliceKind.ROWS},
+            )
+        return Turn(step_id, tuple(slices), tuple(failed))
+
+    def landed(self, step_id: StepId, timings: Sequence[StageTiming], now: float) -> Landing | None:
+        """The answer to a step; None when it is a repeated one."""
+        flight = self._flights.pop(step_id, None)
+        if flight is None:
+            return None
+        round_trip_ms = 1e3 * (now - flight.sent_at)
+        way_ms = self._costs.observe(
+            num_rows=flight.num_rows, num_prompt_tokens=flight.num_prompt_tokens, timings=timings, round_trip_ms=round_trip_ms
+        )
+        return Landing(tuple(flight.awaited), way_ms)
+
+    def forget(self, stream_ids: Iterable[StreamId]) -> None:
+        """Take streams that ended out of every flight."""
+        for step_id, flight in list(self._flights.items()):
+            flight.awaited.difference_update(stream_ids)
+            flight.rows.difference_update(stream_ids)
+            if not flight.awaited:
+                del self._flights[step_id]
+
+    def _situation(self, streams: Iterable[Stream]) -> scheduler.Situation:
+        ready: list[Stream] = []
+        prefilling: list[scheduler.Prefilling] = []
+        num_decoding = 0
+        for stream in streams:
+            if stream.is_decoding:
+                num_decoding += 1
+                if not stream.num_in_flight:
+                    ready.append(stream)
+            elif stream.num_prompt_left:
+                prefilling.append(scheduler.Prefilling(stream=stream.id, num_left=stream.num_prompt_left))
+        ready.sort(key=_last_step)
+        return scheduler.Situation(
+            num_in_flight=len(self._flights),
+            num_decode_in_flight=sum(1 for flight in self._flights.values() if flight.rows),
+            num_decoding=num_decoding,
+            ready=[stream.id for stream in ready],
+            prefilling=prefilling,
+            rows_per_stream=self._rows_per_stream,
+            turn=self._num_turns,
+        )
+
+    def _rows(
+        self, plan: scheduler.Plan, streams: Mapping[StreamId, Stream], step_id: StepId, now: float
+    ) -> tuple[list[Slice], list[tuple[Stream, PShardError]]]:
+        # Of many streams each gets few drafts: guesses longer than twice an even share are not worth making.
+        max_guess = min(self._max_draft_tokens, max(1, 2 * plan.max_drafts // max(1, len(plan.rows))))
+        drafting: list[Stream] = []
+        offers: list[adaptive_k.Offer] = []
+        failed: list[tuple[Stream, PShardError]] = []
+        for stream in (streams[stream_id] for stream_id in plan.rows):
+            try:
+                offers.append(stream.guess(max_guess))
+            except PShardError as error:
+                failed.append((stream, error))
+            else:
+                drafting.append(stream)
+        num_drafts = adaptive_k.choose(offers, max_drafts=plan.max_drafts, step_ms=lambda rows: self._costs.cycle_ms(rows, plan.num_groups))
+        slices = [stream.next_rows(count, step_id, now) for stream, count in zip(drafting, num_drafts, strict=True)]
+        if drafting:
+            rows_per_stream = 1.0 + sum(num_drafts) / len(drafting)
+            self._rows_per_stream = _ROWS_FORGET * self._rows_per_stream + (1 - _ROWS_FORGET) * rows_per_stream
+        return slices, failed
+
+
+def _last_step(stream: Stream) -> StepId:
+    return stream.last_step
