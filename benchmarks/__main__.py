@@ -9,12 +9,34 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import speculation, split, wan
+from benchmarks import (
+    balance,
+    export_memory,
+    export_time,
+    memory,
+    overhead,
+    perplexity,
+    prefill,
+    prefix,
+    reply_bytes,
+    speculation,
+    split,
+    wan,
+)
 from benchmarks.fleet import WorkerStartError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
+    "balance": balance.run,
+    "export-memory": export_memory.run,
+    "export-time": export_time.run,
+    "memory": memory.run,
+    "overhead": overhead.run,
+    "perplexity": perplexity.run,
+    "prefill": prefill.run,
+    "prefix": prefix.run,
+    "reply-bytes": reply_bytes.run,
     "scripted": speculation.run_scripted,
     "speculation": speculation.run_ngram,
     "split": split.run,
@@ -36,7 +58,7 @@ def main() -> int:
     console = Console()
     if options.name == "list":
         for name, function in BENCHES.items():
-            console.print(f"{name:12} {_description(function)}", highlight=False)
+            console.print(f"{name:14} {_description(function)}", highlight=False)
         return 0
     try:
         report = BENCHES[options.name](Console(stderr=True))

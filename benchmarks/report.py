@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,7 +65,9 @@ class Report:
     bench: str
     question: str
     figures: tuple[Figure, ...]
-    samples: tuple[Samples, ...]
+    samples: tuple[Samples, ...] = ()
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """What is not a repeated measurement, under the keys that the JSON file uses; the rows of a table have the same columns."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,6 +108,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "bench": report.bench,
         "ok": report.is_met,
         **{figure.key: figure.value for figure in report.figures},
+        **report.tables,
         "targets": {figure.key: figure.target for figure in report.figures if figure.target},
         "samples": {
             samples.name: {
@@ -133,15 +137,32 @@ def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the report for a person; the last lines are the verdicts."""
-    table = Table(title=f"{report.bench}: {report.question}", title_justify="left")
+def _samples_table(samples: Sequence[Samples]) -> Table:
+    table = Table()
     for heading in ("", "unit", "runs", "median", "min", "max"):
         table.add_column(heading, justify="left" if heading in {"", "unit"} else "right")
-    for samples in report.samples:
-        low, high = samples.spread
-        table.add_row(samples.name, samples.unit, str(len(samples.values)), f"{samples.median:.2f}", f"{low:.2f}", f"{high:.2f}")
-    console.print(table)
+    for one in samples:
+        low, high = one.spread
+        table.add_row(one.name, one.unit, str(len(one.values)), f"{one.median:.2f}", f"{low:.2f}", f"{high:.2f}")
+    return table
+
+
+def _plain_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table()
+    for heading, value in rows[0].items():
+        table.add_column(heading, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    return table
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report for a person; the last lines are the verdicts."""
+    console.print(f"{report.bench}: {report.question}", highlight=False)
+    if report.samples:
+        console.print(_samples_table(report.samples))
+    for rows in report.tables.values():
+        console.print(_plain_table(rows))
     console.print(f"settings: {_pairs(report.settings)}", highlight=False)
     console.print(f"versions: {_pairs(versions())}", highlight=False)
     console.print(f"hardware: {_pairs(hardware())}", highlight=False)

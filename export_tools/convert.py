@@ -44,6 +44,7 @@ def convert_stage(stage: StageModule, shape: ModelShape) -> ov.Model:
     _name_inputs(model, stage, shape)
     _name_outputs(model, stage)
     model.validate_nodes_and_infer_types()
+    model.set_friendly_name(f"layers_{stage.span}")  # its own counts the graphs of the process: the same export twice would differ
     return model
 
 

@@ -1,38 +1,89 @@
-"""One model to one bundle: identify, cut, convert, compress, publish."""
+"""One model to one bundle: identify, cut, convert, compress, verify, publish; stage by stage, with one stage in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from export_tools.architectures import ModelShape
-from export_tools.compress import activation_group_size, compress_stage, embedding_and_head_mode, save_stage
+import msgspec
+import psutil
+
+from export_tools import budget, genai, verify
+from export_tools.compress import WeightModes, activation_group_size, compress_stage, save_stage
 from export_tools.convert import convert_stage
+from export_tools.costs import PartBytes, layer_kinds, measure_costs
+from export_tools.draft import Draft, StageRecord, draft_key, open_draft, remove_stale_drafts
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
-from export_tools.source import LoadedModel, Source, identify, load
+from export_tools.source import Source, TextParts, identify, load_text_parts, open_weights
 from export_tools.stage_module import cut_stage
 from export_tools.stateful import make_stateful
-from export_tools.write import BundleDraft, check_target, drafting
+from export_tools.weights import WeightReader, WeightSizes
+from export_tools.write import check_target, recover_target
 from langchain_pshard.core.bundle import (
     FORMAT_VERSION,
-    MODEL_BIN,
     MODEL_XML,
     TOKENIZER_DIR,
     FileEntry,
     LayerSpan,
     Manifest,
+    ModelCosts,
     StageEntry,
+    Verification,
     WeightMode,
     describe_file,
     stage_dir,
 )
-from langchain_pshard.core.errors import InvalidOptionError
 
-_BITS = {WeightMode.INT4: 4, WeightMode.INT8: 8, WeightMode.FP16: 16, WeightMode.FP32: 32}
 _SHAPED_BY = ("langchain-pshard", "nncf", "openvino", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """Everything that is decided before the first stage is read."""
+
+    source: Source
+    weights: WeightReader
+    sizes: WeightSizes
+    text: TextParts
+    spans: tuple[LayerSpan, ...]
+    modes: WeightModes
+    costs: ModelCosts | None
+    verifies: bool
+    for_genai: bool
+    progress: Progress
+
+    @property
+    def key(self) -> str:
+        """What an interrupted export must agree in to be continued."""
+        files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.files]
+        parts = {
+            "files": files,
+            "config": self.source.config.to_dict(),
+            "spans": [str(span) for span in self.spans],
+            "modes": str(self.modes),
+            "verifies": self.verifies,
+            "for_genai": self.for_genai,
+            "versions": _versions(),
+            "exporter": _exporter_digest(),
+        }
+        return draft_key(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Carried:
+    """What verification hands from one stage to the next: hidden states of the unsplit model and of the shards, text by text."""
+
+    before: verify.Arrays
+    after: verify.Arrays
+    verification: Verification | None = None
+    """Known behind the last stage."""
 
 
 def export_bundle(
@@ -42,21 +93,37 @@ def export_bundle(
     num_stages: int | None = None,
     layers: Sequence[int] | None = None,
     weights: WeightMode = WeightMode.INT4,
+    embedding: WeightMode | None = None,
+    head: WeightMode | None = None,
     group_size: int = 128,
     overwrite: bool = False,
+    measure: bool = False,
+    verify_shards: bool = True,
+    for_genai: bool = False,
+    trusts_code: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
     """Export a model into a bundle that appears at `out` whole or not at all.
+
+    One stage is in memory at a time: at most twice its float32 weights and 1.5 GiB. An interrupted export leaves its finished stages in
+    a hidden folder beside `out`; the same call continues there.
 
     Args:
         source: a model folder, a .gguf file, a hub id, or "demo".
         out: the bundle's folder; its parents are made.
         num_stages: number of stages; None means as many as `layers` has, or 1.
-        layers: layers per stage, in order; None cuts so that the heaviest stage holds as few weight bytes as possible (a decoded
-            token costs the bytes it reads).
-        weights: how the decoder layers' weights are stored; int4 keeps embedding and head in int8.
+        layers: layers per stage, in order; None cuts so that the slowest stage is as fast as possible: by measured cost, or by weight
+            bytes where nothing was measured (a decoded token costs the bytes it reads).
+        weights: how the decoder layers' weights are stored.
+        embedding: how the embedding is stored; None is int8 where the layers are int4, else like the layers.
+        head: the same for the output head.
         group_size: int4 weights per scale; smaller where it does not divide a channel count.
         overwrite: replace a bundle that is already there.
+        measure: measure what the model's parts cost on this machine and keep it in the manifest. Two measurements differ in their last
+            digits, and so do the fingerprints of two exports, possibly their cuts.
+        verify_shards: compare the shards with the unsplit model over a few short texts; the figures go into the manifest.
+        for_genai: add what openvino_genai needs to run the stage folder of a 1-stage bundle by itself.
+        trusts_code: run Python code that the model brings along where its config asks for it.
         progress: shows what takes long; None shows nothing.
 
     Returns:
@@ -66,86 +133,193 @@ def export_bundle(
         InvalidOptionError: options that contradict one another, the model or the target.
         SourceError: the model is missing or damaged.
         UnsupportedModelError: the model cannot be cut.
-        UsageError: the bundle cannot be written.
+        VerificationError: the shards do not compute what the model computes.
+        UsageError: the bundle cannot be written, or memory or disk would not hold it.
     """
     progress = progress or SilentProgress()
-    if group_size < 16 or group_size & (group_size - 1):
-        raise InvalidOptionError(f"group size {group_size} is not usable: choose a power of two from 16, such as 32, 64 or 128")
+    modes = WeightModes.of(weights, embedding=embedding, head=head, group_size=group_size)
+    recover_target(out)
     check_target(out, overwrite=overwrite)
-    found = identify(source, progress)
+    found = identify(source, progress, trusts_code=trusts_code)
+    shape = found.shape
     if layers is None:
-        check_num_stages(num_stages or 1, found.shape.num_layers)
+        check_num_stages(num_stages or 1, shape.num_layers)
     else:
-        spans_from_counts(layers, found.shape.num_layers, num_stages)  # a bad cut is refused before the weights are read
-    loaded = load(found, progress)
+        spans_from_counts(layers, shape.num_layers, num_stages)  # a bad cut is refused before the weights are looked at
+    if for_genai:
+        genai.check(len(layers) if layers is not None else num_stages or 1)
+    reader = open_weights(found, progress)
+    sizes = reader.sizes()
+    stored = part_bytes(sizes, modes)
+    costs = _measured(found, reader, sizes, stored, modes, progress) if measure else None
     if layers is None:
-        spans = balanced_spans(*_weight_bytes(loaded.model, weights), num_stages or 1)
+        spans = balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
     else:
-        spans = spans_from_counts(layers, found.shape.num_layers, num_stages)
-    with drafting(out) as draft:
-        stages = tuple(_write_stages(draft, loaded, found.shape, spans, weights, group_size, progress))
-        tokenizer_files = _write_tokenizer(draft, loaded)
-        manifest = _manifest(found, loaded, stages, tokenizer_files, weights, group_size)
-        with progress.task("flushing to the disk"):
+        spans = spans_from_counts(layers, shape.num_layers, num_stages)
+    needed = budget.needs(sizes, spans, modes)
+    budget.check_memory(needed, psutil.virtual_memory().available, num_stages=len(spans), num_layers=shape.num_layers)
+    job = _Job(
+        source=found,
+        weights=reader,
+        sizes=sizes,
+        text=load_text_parts(found, progress),
+        spans=spans,
+        modes=modes,
+        costs=costs,
+        verifies=verify_shards,
+        for_genai=for_genai,
+        progress=progress,
+    )
+    return _run(job, out, needed)
+
+
+def _run(job: _Job, out: Path, needed: budget.Needs) -> Manifest:
+    key = job.key
+    if out.parent.is_dir():
+        freed = remove_stale_drafts(out, key)
+        if freed:
+            job.progress.note(f"removed an unfinished export to {out} with other options or another source ({budget.gib(freed)})")
+    with open_draft(out, key) as draft:
+        written = sum(path.stat().st_size for path in draft.bundle.rglob("*") if path.is_file())
+        budget.check_disk(needed, shutil.disk_usage(draft.folder).free, written_bytes=written, folder=str(out.parent))
+        stages, verification = _make_stages(job, draft)
+        if verification is not None:
+            verify.check(verification, job.modes)
+        tokenizer_files = _write_tokenizer(draft, job.text)
+        manifest = _manifest(job, stages, tokenizer_files, verification)
+        with job.progress.task("flushing to the disk"):
             draft.publish(manifest)
     return manifest
 
 
-def _write_stages(
-    draft: BundleDraft,
-    loaded: LoadedModel,
-    shape: ModelShape,
-    spans: Sequence[LayerSpan],
-    weights: WeightMode,
-    group_size: int,
-    progress: Progress,
-) -> Iterator[StageEntry]:
-    for stage_idx, span in enumerate(spans):
-        folder = draft.folder / stage_dir(stage_idx)
-        folder.mkdir()
-        title = f"stage {stage_idx} of {len(spans)}, layers {span}"
-        with progress.task(f"{title}: converting"):
-            model = convert_stage(cut_stage(loaded.model, shape, span), shape)
-            make_stateful(model, shape, span)
-        with progress.task(f"{title}: compressing to {weights.value}"):
-            model = compress_stage(model, weights, group_size)
-        with progress.task(f"{title}: writing"):
-            save_stage(model, folder / MODEL_XML, weights)
-            files = tuple(describe_file(draft.folder, folder / name) for name in (MODEL_XML, MODEL_BIN))
-        yield StageEntry(span=span, files=files)
+def _make_stages(job: _Job, draft: Draft) -> tuple[tuple[StageEntry, ...], Verification | None]:
+    """All stages in order, those of an interrupted export as they are."""
+    ids = verify.text_ids(job.text.tokenizer, job.source.shape) if job.verifies else []
+    carried = _Carried(before=ids, after=ids)
+    entries = []
+    with job.progress.task("export", total=sum(job.weights.stored_bytes(span) for span in job.spans)) as advance:
+        for stage_idx, span in enumerate(job.spans):
+            finished = draft.finished(stage_idx)
+            if finished is not None:
+                record, carried = finished[0], _unpacked(*finished)
+                job.progress.note(f"stage {stage_idx} of {len(job.spans)}, layers {span}: kept from the interrupted export")
+            else:
+                record, carried = _make_stage(job, draft, stage_idx, carried)
+            entries.append(record.entry)
+            advance(job.weights.stored_bytes(span))
+    return tuple(entries), carried.verification
 
 
-def _write_tokenizer(draft: BundleDraft, loaded: LoadedModel) -> tuple[FileEntry, ...]:
-    folder = draft.folder / TOKENIZER_DIR
-    loaded.tokenizer.save_pretrained(folder)
-    loaded.model.generation_config.to_json_file(folder / "generation_config.json")
-    return tuple(describe_file(draft.folder, path) for path in sorted(folder.rglob("*")) if path.is_file())
+def _make_stage(job: _Job, draft: Draft, stage_idx: int, carried: _Carried) -> tuple[StageRecord, _Carried]:
+    """Read, convert, compress, write, verify and record one stage; nothing of it stays in memory."""
+    span, shape, progress = job.spans[stage_idx], job.source.shape, job.progress
+    title = f"stage {stage_idx} of {len(job.spans)}, layers {span}"
+    with draft.writing_stage(stage_idx) as folder:
+        before = _write_stage(job, span, folder, carried.before, title)
+        gc.collect()  # modules and graphs hold one another
+        after: verify.Arrays = []
+        if job.verifies:
+            with progress.task(f"{title}: verifying"):
+                after = verify.run_shard(folder / MODEL_XML, carried.after)
+        if job.for_genai:
+            with progress.task(f"{title}: adding tokenizer models for openvino_genai"):
+                genai.add_models(folder, job.source, job.text)
+    is_last = span.end == shape.num_layers
+    if is_last and job.verifies:
+        ids = verify.text_ids(job.text.tokenizer, shape)
+        carried = _Carried(before=[], after=[], verification=verify.compare(ids, before, after))
+    else:
+        carried = _Carried(before=before, after=after)
+    with progress.task(f"{title}: hashing"):
+        written = sorted(path for path in (draft.bundle / stage_dir(stage_idx)).iterdir() if path.is_file())
+        entry = StageEntry(span=span, files=tuple(describe_file(draft.bundle, path) for path in written))
+    record = StageRecord(entry=entry, verification=carried.verification)
+    draft.record(stage_idx, record, _packed(carried))
+    return record, carried
 
 
-def _weight_bytes(model: Any, weights: WeightMode) -> tuple[list[float], float]:
-    """Bytes a decoded token reads: per layer, and in the head. The embedding costs one row, nothing."""
-    head_bits = _BITS[embedding_and_head_mode(weights)]
-    layers = [sum(tensor.numel() for tensor in layer.parameters()) * _BITS[weights] / 8 for layer in model.model.layers]
-    return layers, model.lm_head.weight.numel() * head_bits / 8
+def _write_stage(job: _Job, span: LayerSpan, folder: Path, inputs: verify.Arrays, title: str) -> verify.Arrays:
+    """Write the graph of one span; returns what the unsplit model makes of the inputs. A function, so that all it loaded goes with it."""
+    shape, progress = job.source.shape, job.progress
+    with progress.task(f"{title}: reading", total=job.weights.stored_bytes(span)) as advance:
+        model = job.weights.read(span, advance)
+    outputs: verify.Arrays = []
+    if job.verifies:
+        with progress.task(f"{title}: running the unsplit model's layers"):
+            outputs = verify.run_reference(model, shape, span, inputs)
+    with progress.task(f"{title}: converting"):
+        graph = convert_stage(cut_stage(model, shape, span), shape)
+        make_stateful(graph, shape, span)
+    with progress.task(f"{title}: compressing to {job.modes.layers.value}"):
+        graph = compress_stage(graph, job.modes)
+    with progress.task(f"{title}: writing"):
+        save_stage(graph, folder / MODEL_XML, job.modes)
+    return outputs
 
 
-def _channel_counts(model: Any) -> set[int]:
-    """Input sizes of all the matrices of a model."""
-    return {module.in_features for module in model.modules() if hasattr(module, "in_features")}
+def _packed(carried: _Carried) -> dict[str, Any]:
+    pairs = enumerate(zip(carried.before, carried.after, strict=True))
+    return {f"{side}-{idx}": values for idx, pair in pairs for side, values in zip(("before", "after"), pair, strict=True)}
+
+
+def _unpacked(record: StageRecord, arrays: dict[str, Any]) -> _Carried:
+    before, after = ([arrays[f"{side}-{idx}"] for idx in range(len(arrays) // 2)] for side in ("before", "after"))
+    return _Carried(before=before, after=after, verification=record.verification)
+
+
+def _write_tokenizer(draft: Draft, text: TextParts) -> tuple[FileEntry, ...]:
+    folder = draft.bundle / TOKENIZER_DIR
+    if folder.exists():
+        shutil.rmtree(folder)
+    text.tokenizer.save_pretrained(folder)
+    text.generation_config.to_json_file(folder / "generation_config.json")
+    return tuple(describe_file(draft.bundle, path) for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def part_bytes(sizes: WeightSizes, modes: WeightModes) -> PartBytes:
+    """Stored bytes of a model's layers, embedding and head. Pure."""
+    return PartBytes(
+        layers=tuple(round(modes.part_bytes(numbers, modes.layers)) for numbers in sizes.layers),
+        embedding=round(modes.part_bytes(sizes.embedding, modes.embedding)),
+        head=round(modes.part_bytes(sizes.head, modes.head)),
+    )
+
+
+def cutting_costs(costs: ModelCosts | None, stored: PartBytes) -> tuple[list[float], float]:
+    """What decides the cut: cost of each layer (the first with the embedding) and of the head, for one decoded token. Pure.
+
+    Without measured costs the bytes stand in for them; the embedding is one row of many then, nothing.
+    """
+    if costs is None:
+        return [float(size) for size in stored.layers], float(stored.head)
+    layers = [part.decode_ms for part in costs.layers]
+    return [layers[0] + costs.embedding.decode_ms, *layers[1:]], costs.head.decode_ms
+
+
+def _measured(
+    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
+) -> ModelCosts:
+    """Time a few short spans, each read by itself: nothing larger than a stage comes into memory."""
+    return measure_costs(
+        lambda span: cut_stage(reader.read(span), source.shape, span),
+        source.shape,
+        layer_kinds(reader.empty_model().model.layers),
+        stored,
+        modes=modes,
+        activation_group_size=activation_group_size(sizes.channel_counts, modes),
+        progress=progress,
+    )
 
 
 def _manifest(
-    source: Source,
-    loaded: LoadedModel,
-    stages: tuple[StageEntry, ...],
-    tokenizer_files: tuple[FileEntry, ...],
-    weights: WeightMode,
-    group_size: int,
+    job: _Job, stages: tuple[StageEntry, ...], tokenizer_files: tuple[FileEntry, ...], verification: Verification | None
 ) -> Manifest:
-    shape = source.shape
+    shape, modes, text, costs = job.source.shape, job.modes, job.text, job.costs
+    if costs is not None:
+        stages = tuple(msgspec.structs.replace(stage, cost=costs.stage(stage.span)) for stage in stages)
     return Manifest(
         format_version=FORMAT_VERSION,
-        model_name=source.name,
+        model_name=job.source.name,
         architecture=shape.architecture,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -154,17 +328,32 @@ def _manifest(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         attention_windows=shape.attention_windows,
-        bos_token_id=loaded.bos_token_id,
-        eos_token_ids=loaded.eos_token_ids,
-        weight_mode=weights,
-        embedding_mode=embedding_and_head_mode(weights),
-        head_mode=embedding_and_head_mode(weights),
-        group_size=group_size if weights is WeightMode.INT4 else None,
-        activation_group_size=activation_group_size(_channel_counts(loaded.model), weights, group_size),
+        bos_token_id=text.bos_token_id,
+        eos_token_ids=text.eos_token_ids,
+        weight_mode=modes.layers,
+        embedding_mode=modes.embedding,
+        head_mode=modes.head,
+        group_size=modes.group_size if modes.has_int4 else None,
+        activation_group_size=activation_group_size(job.sizes.channel_counts, modes),
         stages=stages,
         tokenizer_files=tokenizer_files,
-        exported_with={package: _version(package) for package in _SHAPED_BY},
+        exported_with=_versions(),
+        runners=shape.runners,
+        costs=costs,
+        verification=verification,
     ).sealed()
+
+
+def _exporter_digest() -> str:
+    """Over this package's source: a draft of another version of it is not continued."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {package: _version(package) for package in _SHAPED_BY}
 
 
 def _version(package: str) -> str:

@@ -15,11 +15,15 @@ class Progress(Protocol):
 
         Args:
             description: what is being done, for a person.
-            total: how many units there are; None when nobody knows, then only the elapsed time shows.
+            total: bytes there are to do; None when nobody knows, then only the elapsed time shows.
 
         Returns:
-            A context manager whose value advances the task by so many units.
+            A context manager whose value advances the task by so many bytes.
         """
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell something that happened."""
         ...
 
 
@@ -30,3 +34,6 @@ class SilentProgress:
     def task(self, description: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:  # noqa: ARG002  # the seam's names
         """See `Progress.task`."""
         yield lambda _: None
+
+    def note(self, text: str) -> None:
+        """See `Progress.note`."""

@@ -1,13 +1,12 @@
-"""Where weights come from: a model folder, a .gguf file, a hub id, or the demo model from the package index.
+"""Where models come from: a model folder, a .gguf file, a hub id, or the demo model from the package index.
 
-A source is first identified and its config checked (`identify`, seconds, no weights), then loaded (`load`). A local source
-never touches the network, and no source may bring code of its own.
+A source is first identified and its config checked (`identify`, seconds, no weights); then its weights are opened (`open_weights`, headers
+only) and its tokenizer loaded. A local source never touches the network, and no source runs code of its own unless the caller says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import secrets
@@ -18,20 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import platformdirs
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.utils import logging as transformers_logging
 
 from export_tools.architectures import ModelShape, check_supported, model_shape
+from export_tools.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from export_tools.progress import Progress
+from export_tools.quiet import quiet_transformers
+from export_tools.weights import WeightReader
+from langchain_pshard.core.bundle import LayerSpan
 from langchain_pshard.core.errors import MissingExtraError, SourceError, UnsupportedModelError, UsageError
 
 DEMO = "demo"
 _DEMO_NAME = "gemma-3-270m"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _END_OF_TURN_TOKENS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_role|>")
 """How chat templates end a turn. Chat checkpoints often name only the end of a text in their configs; what follows the end of a
 turn would then run on into the user's next words."""
@@ -39,7 +43,7 @@ turn would then run on into the user's next words."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model that can be exported, not loaded yet."""
+    """A model that can be exported, with nothing of it loaded."""
 
     name: str
     location: str
@@ -49,26 +53,28 @@ class Source:
     config: Any
     """The transformers config."""
     shape: ModelShape
+    runs_code: bool = False
+    """Whether the model's own code defines it; only when the caller trusts it."""
 
     @property
     def load_options(self) -> dict[str, Any]:
         """Arguments of every `from_pretrained`."""
-        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": self.is_local}
+        options: dict[str, Any] = {"trust_remote_code": self.runs_code, "local_files_only": self.is_local}
         return options if self.gguf_file is None else {**options, "gguf_file": self.gguf_file}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A float32 model with its fast tokenizer."""
+class TextParts:
+    """What turns text into tokens and back, and says when to stop."""
 
-    model: Any
     tokenizer: Any
+    generation_config: Any
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Every token that ends a text or a turn, ascending."""
 
 
-def identify(source: str, progress: Progress) -> Source:
+def identify(source: str, progress: Progress, *, trusts_code: bool = False) -> Source:
     """Find a source and check that its architecture can be cut; reads no weights.
 
     The demo model is converted on first use (about a minute) and kept in the user's cache folder.
@@ -76,47 +82,68 @@ def identify(source: str, progress: Progress) -> Source:
     Args:
         source: a model folder, a .gguf file, a hub id, or "demo".
         progress: shows what takes long.
+        trusts_code: run Python code that the model brings along where its config asks for it.
 
     Raises:
         SourceError: nothing usable under that name, or a damaged config.
-        UnsupportedModelError: a model that cannot be cut.
+        UnsupportedModelError: a model that cannot be cut, or one that asks for its own code without being trusted.
         MissingExtraError: "demo" without the package that holds it.
     """
     if source == DEMO:
         return _identify_folder(_demo_folder(progress), name=_DEMO_NAME)
     path = Path(source)
     if path.is_dir():
-        return _identify_folder(path, name=path.resolve().name)
+        return _identify_folder(path, name=path.resolve().name, trusts_code=trusts_code)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise SourceError(f"{path} is a file but no .gguf: name a model folder, a .gguf file, a hub id or {DEMO!r}")
         return _identify_gguf(path, progress)
     if _HUB_ID.fullmatch(source):
-        with progress.task(f"asking the hub for {source}"), _explained(f"hub model {source}"), _quiet_transformers():
+        with progress.task(f"asking the hub for {source}"), _explained(f"hub model {source}"), quiet_transformers():
             raw, _ = transformers.PreTrainedConfig.get_config_dict(source)
-        return _checked(raw, name=source, location=source, is_local=False)
+        return _checked(raw, name=source, location=source, is_local=False, trusts_code=trusts_code)
     raise SourceError(f"{source} does not exist: name a model folder, a .gguf file, a hub id (owner/name) or {DEMO!r}")
 
 
-def load(source: Source, progress: Progress) -> LoadedModel:
-    """Load weights (as float32) and tokenizer.
+def open_weights(source: Source, progress: Progress) -> WeightReader:
+    """Read the headers of the weight files and match them with the model; a hub model is downloaded into the ordinary cache.
 
     Raises:
-        SourceError: missing or damaged weights or tokenizer, with the file and what to do.
+        SourceError: missing, incomplete or damaged weight files.
+        UnsupportedModelError: weights that are stored quantized.
+    """
+    with progress.task(f"opening {source.name}"), _explained(source.location):
+        checkpoint = _checkpoint(source)
+        with quiet_transformers():
+            return WeightReader(_model_class(source), source.config, source.shape, checkpoint, origin=source.location)
+
+
+def load_text_parts(source: Source, progress: Progress) -> TextParts:
+    """Load tokenizer and generation config.
+
+    Raises:
+        SourceError: a missing or damaged tokenizer.
         UnsupportedModelError: a tokenizer that has no fast form.
     """
-    with progress.task(f"loading {source.name}"), _explained(source.location), _quiet_transformers():
+    with progress.task(f"loading the tokenizer of {source.name}"), _explained(source.location), quiet_transformers():
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.location, **source.load_options)
-        model, report = _load_weights(source)
+        generation_config = _generation_config(source)
     if not tokenizer.is_fast:
         raise UnsupportedModelError(f"{source.location}: its tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form")
-    _check_weights(model, report, origin=source.location)
-    return LoadedModel(
-        model=model.eval(),
+    return TextParts(
         tokenizer=tokenizer,
-        bos_token_id=_first(getattr(model.generation_config, "bos_token_id", None), source.config.bos_token_id, tokenizer.bos_token_id),
-        eos_token_ids=end_token_ids(model.generation_config, source.config, tokenizer),
+        generation_config=generation_config,
+        bos_token_id=_first(generation_config.bos_token_id, source.config.bos_token_id, tokenizer.bos_token_id),
+        eos_token_ids=end_token_ids(generation_config, source.config, tokenizer),
     )
+
+
+def _generation_config(source: Source) -> Any:
+    """The model's own where it has one; what its config says of generation else."""
+    if source.gguf_file is None:
+        with contextlib.suppress(OSError):  # how transformers says that there is none
+            return transformers.GenerationConfig.from_pretrained(source.location, local_files_only=source.is_local)
+    return transformers.GenerationConfig.from_model_config(source.config)
 
 
 def end_token_ids(generation_config: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -129,7 +156,7 @@ def end_token_ids(generation_config: Any, config: Any, tokenizer: Any) -> tuple[
     return tuple(sorted(idx for idx in found if idx < config.vocab_size))
 
 
-def _identify_folder(folder: Path, *, name: str) -> Source:
+def _identify_folder(folder: Path, *, name: str, trusts_code: bool = False) -> Source:
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -139,13 +166,13 @@ def _identify_folder(folder: Path, *, name: str) -> Source:
         raise SourceError(f"{path} cannot be read ({error}): download the model again") from error
     if not isinstance(raw, dict):
         raise SourceError(f"{path} is no JSON object: download the model again")
-    return _checked(raw, name=name, location=str(folder), is_local=True)
+    return _checked(raw, name=name, location=str(folder), is_local=True, trusts_code=trusts_code)
 
 
 def _identify_gguf(path: Path, progress: Progress) -> Source:
     location, gguf_file = str(path.resolve().parent), path.name
     try:
-        with progress.task(f"reading the header of {path.name}"), _quiet_transformers():
+        with progress.task(f"reading the header of {path.name}"), quiet_transformers():
             raw, _ = transformers.PreTrainedConfig.get_config_dict(location, gguf_file=gguf_file, local_files_only=True)
     except ValueError as error:
         if "not supported" in str(error):  # how transformers refuses an architecture it has no GGUF reader for
@@ -156,48 +183,43 @@ def _identify_gguf(path: Path, progress: Progress) -> Source:
     return _checked(raw, name=path.stem, location=location, is_local=True, gguf_file=gguf_file)
 
 
-def _checked(raw: Mapping[str, Any], *, name: str, location: str, is_local: bool, gguf_file: str | None = None) -> Source:
-    check_supported(raw, origin=location if gguf_file is None else gguf_file)
+def _checked(
+    raw: Mapping[str, Any], *, name: str, location: str, is_local: bool, gguf_file: str | None = None, trusts_code: bool = False
+) -> Source:
+    runs_code = check_supported(raw, origin=location if gguf_file is None else gguf_file, trusts_code=trusts_code)
     try:
-        with _quiet_transformers():
-            config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
-    except (ValueError, TypeError, KeyError) as error:  # what transformers' own validation of the fields raises
-        raise SourceError(f"the config of {location} is not valid: {error}") from error
-    return Source(name=name, location=location, gguf_file=gguf_file, is_local=is_local, config=config, shape=model_shape(config))
+        with quiet_transformers():
+            config = _config(raw, location, runs_code=runs_code)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:  # what validation of the fields raises
+        raise SourceError(f"the config of {location} is not valid: {' '.join(str(error).split())}") from error
+    shape = model_shape(config)
+    return Source(name=name, location=location, gguf_file=gguf_file, is_local=is_local, config=config, shape=shape, runs_code=runs_code)
 
 
-def _load_weights(source: Source) -> tuple[Any, Mapping[str, Any]]:
-    """The model in float32 and transformers' report of keys that were missing.
-
-    A GGUF is taken apart by transformers' reader and handed on as plain tensors: its own road from file to model needs another
-    package and marks the model as quantized, which it no longer is.
-    """
-    options: dict[str, Any] = {"config": source.config, "dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
-    if source.gguf_file is None:
-        return model_class.from_pretrained(source.location, local_files_only=source.is_local, **options)  # type: ignore[no-any-return]
-    with torch.device("meta"):
-        names_only = model_class(source.config)
-    path = str(Path(source.location) / source.gguf_file)
-    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no switch of transformers reaches
-        tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names_only, torch_dtype=torch.float32)["tensors"]
-    return model_class.from_pretrained(None, state_dict=tensors, **options)  # type: ignore[no-any-return]
+def _config(raw: Mapping[str, Any], location: str, *, runs_code: bool) -> Any:
+    if runs_code:
+        return transformers.AutoConfig.from_pretrained(location, trust_remote_code=runs_code)
+    return transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
 
 
-def _check_weights(model: Any, report: Mapping[str, Any], *, origin: str) -> None:
-    """transformers fills missing tensors with random numbers and says so only in a warning."""
-    missing = sorted(report["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise SourceError(f"{origin} lacks the tensor {missing[0]}{more}: the checkpoint is incomplete; download it again")
-    for name, tensor in model.named_parameters():
-        if not torch.isfinite(tensor).all():
-            raise SourceError(f"{origin} holds infinite or undefined numbers in {name}: the checkpoint is damaged; download it again")
+def _model_class(source: Source) -> Any:
+    if source.runs_code:
+        with torch.device("meta"):
+            return type(transformers.AutoModelForCausalLM.from_config(source.config, trust_remote_code=source.runs_code))
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+
+
+def _checkpoint(source: Source) -> Checkpoint:
+    if source.gguf_file is not None:
+        return GgufCheckpoint(Path(source.location) / source.gguf_file)
+    if source.is_local:
+        return SafetensorsCheckpoint(Path(source.location))
+    return SafetensorsCheckpoint(Path(huggingface_hub.snapshot_download(source.location, allow_patterns=list(_HUB_FILES))))
 
 
 def _demo_folder(progress: Progress) -> Path:
     """The demo model as a model folder, converted from its package on first use."""
-    cache = Path(platformdirs.user_cache_dir("langchain-pshard", appauthor=False)) / "sources"
+    cache = Path(platformdirs.user_cache_dir("pshard", appauthor=False)) / "sources"
     folder = cache / _DEMO_NAME
     if folder.is_dir():
         return folder
@@ -224,10 +246,13 @@ def _demo_folder(progress: Progress) -> Path:
 
 def _convert_gguf(gguf: Path, folder: Path, progress: Progress) -> None:
     """Save a GGUF as a model folder in float32, so that the next export need not take it apart again."""
-    loaded = load(_identify_gguf(gguf, progress), progress)
-    with _quiet_transformers():
-        loaded.model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
+    source = _identify_gguf(gguf, progress)
+    text = load_text_parts(source, progress)
+    model = open_weights(source, progress).read(LayerSpan(0, source.shape.num_layers))
+    model.generation_config = text.generation_config
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        text.tokenizer.save_pretrained(folder)
 
 
 def _rename_new(source: Path, target: Path) -> None:
@@ -253,20 +278,7 @@ def _explained(origin: str) -> Iterator[None]:
     except SafetensorError as error:
         raise SourceError(f"{origin}: a weight file is damaged or cut off ({error}): download it again") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, UsageError):  # some of ours are ValueErrors too
+            raise
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(f"{origin} cannot be loaded: {first_line}") from error
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Its advice and bars are for people who train models; what goes wrong is raised, not logged."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

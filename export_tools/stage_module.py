@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from export_tools.architectures import ModelShape
@@ -56,6 +57,39 @@ def _expand_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
     batch, kv_heads, slots, head_dim = states.shape
     grouped = states[:, :, None].expand(batch, kv_heads, num_heads // kv_heads, slots, head_dim)
     return grouped.reshape(batch, num_heads, slots, head_dim)
+
+
+def _run_experts(
+    module: Any,
+    hidden: torch.Tensor,  # [tokens, hidden]
+    expert_ids: torch.Tensor,  # [tokens, chosen]
+    expert_weights: torch.Tensor,  # [tokens, chosen]
+) -> torch.Tensor:
+    """A mixture of experts in the form that the CPU plugin turns into products with the chosen experts alone.
+
+    As written, every expert sees every token and the routing weights of those not chosen are zero: tile, three batched products, a
+    scatter of the weights, a sum. `_split_experts` has parted the fused gate and up projections.
+    """
+    num_experts = module.gate_proj.shape[0]
+    tiled = hidden.repeat(num_experts, 1).view(num_experts, -1, hidden.shape[-1])  # [experts, tokens, hidden]
+    gated = module.act_fn(torch.bmm(tiled, module.gate_proj.transpose(1, 2))) * torch.bmm(tiled, module.up_proj.transpose(1, 2))
+    outputs = torch.bmm(gated, module.down_proj.transpose(1, 2)).view(num_experts, 1, -1, hidden.shape[-1])
+    routing = torch.zeros(hidden.shape[0], num_experts, dtype=hidden.dtype).scatter(1, expert_ids, expert_weights.to(hidden.dtype))
+    routing = routing.transpose(0, 1).view(num_experts, 1, -1).unsqueeze(-1)  # [experts, 1, tokens, 1]
+    return (outputs * routing).sum(dim=0).view(-1, hidden.shape[-1])
+
+
+def _split_experts(model: Any) -> None:
+    """Part gate and up projections that transformers keeps as one tensor, so that each is a constant of the graph that can be compressed.
+
+    Module by module, so that only one copy of one layer's experts is extra at a time; experts without data are left alone.
+    """
+    for module in model.modules():
+        fused = getattr(module, "gate_up_proj", None)
+        if isinstance(fused, nn.Parameter) and fused.dim() == 3 and not fused.is_meta:
+            gate, up = fused.detach().chunk(2, dim=1)
+            module.gate_proj, module.up_proj = (nn.Parameter(part.contiguous(), requires_grad=False) for part in (gate, up))
+            del module.gate_up_proj
 
 
 class _PastTensors:
@@ -192,7 +226,10 @@ def _cache_argument(layer: Any) -> str:
 def cut_stage(model: Any, shape: ModelShape, span: LayerSpan) -> StageModule:
     """The layers `span` of a loaded causal language model, sharing its weights; `model` runs our attention from here on."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
+    ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, _run_experts)
     model.config._attn_implementation = ATTENTION_NAME
+    model.config._experts_implementation = ATTENTION_NAME
+    _split_experts(model)
     stage = StageModule(model, shape, span)
     stage.eval()
     return stage

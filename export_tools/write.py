@@ -1,8 +1,6 @@
-"""A bundle appears whole or not at all.
+"""How files and folders come to the disk: whole, flushed, and in one rename.
 
-Everything is written into a sibling folder of the target, the manifest last, flushed to the disk, and the folder is renamed onto the
-target. Until then the target is what it was; after a failure the sibling is gone, after a kill it is a hidden folder that no
-worker takes for a bundle.
+Until a new bundle is renamed onto the target, the target is what it was. The folder it grows in is `draft.py`'s.
 """
 
 from __future__ import annotations
@@ -14,16 +12,29 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from langchain_pshard.core.bundle import MANIFEST_NAME, Manifest
+from langchain_pshard.core.bundle import MANIFEST_NAME
 from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that must not be replaced, before any work is done.
+    """Refuse a target that must not or cannot be written, before any work is done. Leaves nothing behind.
 
     Raises:
         InvalidOptionError: something is there and `overwrite` is not set, or what is there is no bundle.
+        UsageError: nothing can be written there.
     """
+    _check_replaceable(target, overwrite=overwrite)
+    with disk_errors(target):  # by doing it: permissions say little to root, and nothing of mounts
+        probe = _existing_parent(target) / f".{secrets.token_hex(4)}.probe"
+        probe.mkdir()
+        probe.rmdir()
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(folder for folder in target.absolute().parents if folder.exists())
+
+
+def _check_replaceable(target: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     is_empty = target.is_dir() and not any(target.iterdir())
@@ -37,64 +48,61 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         raise InvalidOptionError(f"{target} already holds a bundle: choose another path, or replace it with --overwrite")
 
 
-class BundleDraft:
-    """The sibling folder in which a bundle grows; from `drafting`."""
+def recover_target(target: Path) -> None:
+    """Undo what a kill between the two renames of `replace_folder` left.
 
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder = folder
-        self._target = target
-
-    def publish(self, manifest: Manifest) -> None:
-        """Write the manifest, flush everything, and put the folder in the target's place.
-
-        Raises:
-            UsageError: the disk is full or the target's folder may not be changed.
-        """
-        (self.folder / MANIFEST_NAME).write_bytes(manifest.to_json())
-        for path in sorted(self.folder.rglob("*")):
-            _flush(path)
-        _flush(self.folder)
-        _replace_folder(self.folder, self._target)
-        _flush(self._target.parent)
-
-
-@contextlib.contextmanager
-def drafting(target: Path) -> Iterator[BundleDraft]:
-    """A draft for `target`, removed unless it was published.
-
-    Raises:
-        UsageError: the disk is full, or the folder of `target` cannot be written.
+    The old bundle steps back, or is removed where the new one is there.
     """
-    folder = _sibling(target, "draft")
-    try:
-        with _disk_errors(target):
-            folder.mkdir(parents=True)
-            yield BundleDraft(folder, target)
-    finally:
-        if folder.exists():
-            shutil.rmtree(folder)
+    aside = _aside(target)
+    if not aside.is_dir():
+        return
+    with disk_errors(target):
+        if os.path.lexists(target):
+            shutil.rmtree(aside)
+        else:
+            aside.rename(target)
 
 
-def _sibling(target: Path, purpose: str) -> Path:
-    return target.parent / f".{target.name}.{purpose}-{secrets.token_hex(4)}"
-
-
-def _replace_folder(source: Path, target: Path) -> None:
+def replace_folder(source: Path, target: Path) -> None:
     """Rename a folder onto another. No system replaces a folder that holds files, so the old one steps aside and comes back on failure."""
     if not target.exists():
         source.rename(target)
+        flush(target.parent)
         return
-    aside = _sibling(target, "replaced")
+    aside = _aside(target)
     target.rename(aside)
     try:
         source.rename(target)
     except BaseException:
         aside.rename(target)
         raise
+    flush(target.parent)
     shutil.rmtree(aside)
 
 
-def _flush(path: Path) -> None:
+def _aside(target: Path) -> Path:
+    return target.parent / f".{target.name}.replaced"
+
+
+def write_flushed(path: Path, data: bytes) -> None:
+    """Make a file appear whole: written and flushed under another name, then renamed."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    flush(path.parent)
+
+
+def flush_tree(folder: Path) -> None:
+    """Force a folder and all in it to the disk."""
+    for path in sorted(folder.rglob("*")):
+        flush(path)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
     """Force a file or folder to the disk. Windows has no handle for a folder and needs a writable one for a file."""
     if os.name == "nt":
         if path.is_dir():
@@ -110,7 +118,12 @@ def _flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(target: Path) -> Iterator[None]:
+def disk_errors(target: Path) -> Iterator[None]:
+    """Turn a full or read-only disk into our error.
+
+    Raises:
+        UsageError: the system refused to write.
+    """
     try:
         yield
     except OSError as error:

@@ -9,8 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.generation import Draft, GenerationParams
+from langchain_pshard.tools import as_choice, as_response_format, as_tools
 
 _SEED_BITS = 31
 
@@ -45,6 +47,18 @@ class CallOptions(BaseModel):
     """Guesses per step; "auto" sends as many as pay."""
     stop: list[str] | None = None
     """Strings that end the text and are not part of it."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the model may call, in any form LangChain knows; see `ChatPShard.bind_tools`."""
+    tool_choice: str = "auto"
+    """`auto`, `any` or `required` (exactly one call, certainly), the name of a tool (a call of it), or `none`."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call in an answer."""
+    response_format: dict[str, Any] | None = None
+    """Form of the whole answer: a JSON schema (or class), any JSON object, a regular expression, or a Lark grammar."""
+    logprobs: bool = False
+    """Report log-probabilities of the answer's tokens in `response_metadata["logprobs"]`."""
+    top_logprobs: int | None = None
+    """The same, with those of the n most likely tokens at every place."""
     timeout: float | None = None
     """Longest time of a call in seconds; None is no limit."""
     max_retries: int = Field(default=0, ge=0)
@@ -54,6 +68,21 @@ class CallOptions(BaseModel):
     @classmethod
     def _accept_one_stop_string(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _accept_any_tool(cls, value: Any) -> Any:
+        return value if value is None else as_tools(value)
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _accept_any_choice(cls, value: Any) -> Any:
+        return as_choice(value)
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _accept_any_format(cls, value: Any) -> Any:
+        return as_response_format(value)
 
     def changed(self, changes: Mapping[str, Any]) -> CallOptions:
         """These options with those of one call.
@@ -73,7 +102,9 @@ class CallOptions(BaseModel):
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors())
             raise InvalidOptionError(wrong) from error
 
-    def generation_params(self, *, template_stop: tuple[str, ...] = ()) -> GenerationParams:
+    def generation_params(
+        self, *, template_stop: tuple[str, ...] = (), grammar: Grammar | None = None, marks: tuple[str, ...] = ()
+    ) -> GenerationParams:
         """The same for the pipeline; a missing seed is drawn here.
 
         Raises:
@@ -85,6 +116,8 @@ class CallOptions(BaseModel):
             timeout_s=self.timeout,
             draft=self.draft,
             draft_tokens=self.draft_tokens,
+            grammar=grammar,
+            marks=marks,
             sampling=SamplingParams(
                 temperature=self.temperature,
                 top_k=self.top_k,
@@ -94,5 +127,6 @@ class CallOptions(BaseModel):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 seed=secrets.randbits(_SEED_BITS) if self.seed is None else self.seed,
+                top_logprobs=self.top_logprobs if self.top_logprobs is not None or not self.logprobs else 0,
             ),
         )

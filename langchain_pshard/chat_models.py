@@ -7,54 +7,39 @@ twice, once for threads and once for event loops, and neither half contains more
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 from uuid import uuid4
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.exceptions import ContextOverflowError as LangChainContextOverflowError
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.tools import BaseTool
 from pydantic import ConfigDict, PrivateAttr, model_validator
 
 from langchain_pshard.call_options import CallOptions
+from langchain_pshard.calls import Call, apieces, constraint, pieces, prepare, prompt_of
 from langchain_pshard.connection import Connection, FleetSettings, Share
-from langchain_pshard.core.bundle import TOKENIZER_DIR, load_manifest
-from langchain_pshard.core.errors import BundleError, ContextOverflowError, DeadlineError, InvalidOptionError, PShardError
+from langchain_pshard.core.bundle import TOKENIZER_DIR, Manifest, load_manifest
+from langchain_pshard.core.errors import BundleError, InvalidOptionError
 from langchain_pshard.core.version import software_version
-from langchain_pshard.pipeline.generation import GenerationChunk, GenerationParams
+from langchain_pshard.failures import langchain_errors
+from langchain_pshard.profile import profile_of
 from langchain_pshard.prompt import Prompter
-from langchain_pshard.reply import PROVIDER, Reply
+from langchain_pshard.reply import PROVIDER
+from langchain_pshard.structured import binding_of, parser_of, with_raw
 from langchain_pshard.tokenizer import Tokenizer
-
-_log = logging.getLogger(__name__)
+from langchain_pshard.tools import as_choice, as_tools
 
 _VERSION = software_version()
 _MAX_BATCH_THREADS = 256
 _TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens")
 _LOCAL_ONLY = {"runner": "paged", "numerics": "fast", "kv_memory": None, "threads": None}
-
-
-class PromptTooLongError(ContextOverflowError, LangChainContextOverflowError):
-    """The prompt does not fit the model's context; LangChain's own class for it as well as ours."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One call, ready for the pipeline."""
-
-    connection: Connection
-    prompt: list[int]
-    params: GenerationParams
-    reply: Reply
-    max_retries: int
 
 
 class ChatPShard(CallOptions, BaseChatModel):
@@ -90,7 +75,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     runner: Literal["paged", "stateful"] = "paged"
     """Engine of local workers."""
     numerics: Literal["fast", "exact"] = "fast"
-    """Precision of local workers: the device's fast types, or float32 throughout."""
+    """Precision of local workers: float32 with quantized activations, or float32 throughout, which is slower."""
     kv_memory: str | None = None
     """Memory of each local worker for the state of running texts, such as "1GiB"; None leaves it to the worker."""
     threads: int | None = None
@@ -99,6 +84,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     """Generate through the streaming path in `invoke` too."""
 
     _share: Share = PrivateAttr(default_factory=Share)
+    _profile_is_own: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
     def _check_and_hold_fleet(self) -> Self:
@@ -147,31 +133,23 @@ class ChatPShard(CallOptions, BaseChatModel):
         )
 
     def _connect(self) -> Connection:
-        return self._share.open(self._fleet_settings)
+        with langchain_errors():
+            connection = self._share.open(self._fleet_settings)
+        if self._profile_is_own:
+            self.profile = profile_of(connection.client.manifest)
+        return connection
 
     async def _aconnect(self) -> Connection:
         # Opening blocks for as long as workers take to load, so not on the loop; it is done once, by whoever comes first.
         connection = self._share.peek()
-        return connection if connection is not None else await asyncio.to_thread(self._connect)
+        return connection if connection is not None and connection.is_whole else await asyncio.to_thread(self._connect)
 
     # --- the four ways to generate --------------------------------------------------------------------------------------
 
-    def _call(self, connection: Connection, messages: list[BaseMessage], stop: list[str] | None, changes: dict[str, Any]) -> _Call:
+    def _call(self, connection: Connection, messages: list[BaseMessage], stop: list[str] | None, changes: dict[str, Any]) -> Call:
         """Everything about a call that is decided before the first token."""
-        options = self._options(stop, changes)
-        prompter = connection.prompter
-        params = options.generation_params(template_stop=prompter.stop)
-        return _Call(
-            connection=connection,
-            prompt=prompter.encode(messages),
-            params=params,
-            reply=Reply(
-                model_name=self.model_name or connection.client.manifest.model_name,
-                sampling=params.sampling,
-                strips_start=prompter.is_default,
-            ),
-            max_retries=options.max_retries,
-        )
+        with langchain_errors():
+            return prepare(connection, messages, self._options(stop, changes), self.model_name)
 
     def _options(self, stop: list[str] | None, changes: dict[str, Any]) -> CallOptions:
         own = {name: value for name, value in changes.items() if name != "stream"}  # LangChain's, and read by it before
@@ -185,7 +163,7 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(self._connect(), messages, stop, kwargs)
-        return call.reply.result(_pieces(call))
+        return call.reply.result(pieces(call))
 
     async def _agenerate(
         self,
@@ -195,14 +173,14 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(await self._aconnect(), messages, stop, kwargs)
-        return call.reply.result([piece async for piece in _apieces(call)])
+        return call.reply.result([piece async for piece in apieces(call)])
 
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
         call = self._call(self._connect(), messages, stop, kwargs)
-        with closing(_pieces(call)) as pieces:
-            for piece in pieces:
+        with closing(pieces(call)) as generated:
+            for piece in generated:
                 if chunk := call.reply.chunk(piece):
                     if run_manager:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -216,12 +194,72 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = self._call(await self._aconnect(), messages, stop, kwargs)
-        async with aclosing(_apieces(call)) as pieces:
-            async for piece in pieces:
+        async with aclosing(apieces(call)) as generated:
+            async for piece in generated:
                 if chunk := call.reply.chunk(piece):
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
+
+    # --- tools and structured output -----------------------------------------------------------------------------------------
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that it may call.
+
+        Args:
+            tools: functions with types and a docstring, tools, pydantic or TypedDict classes, or dicts.
+            tool_choice: `auto` (the default) leaves it to the model; `any`, `required` or True force exactly one call, the name of a tool a
+                call of it; `none` forbids calls. A forced call is valid whatever the model: the fleet generates nothing else.
+            strict: as OpenAI means it, in what the model is shown; forced calls follow the schema in any case.
+            kwargs: other options of calls, such as `parallel_tool_calls` or `response_format`.
+
+        Raises:
+            InvalidOptionError: a tool or choice of no known form, or an unknown option.
+        """
+        with langchain_errors():
+            options = {"tools": as_tools(tools, strict=strict), "tool_choice": as_choice(tool_choice), **kwargs}
+            self._check_names(options)
+        return super().bind(**options)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """The model with answers that are instances of `schema`: nothing else can be generated.
+
+        Args:
+            schema: a pydantic or TypedDict class, a JSON schema, or a tool.
+            method: `json_schema` binds the whole answer, `function_calling` forces a call of a tool with that schema; `json_mode` is
+                `json_schema`, and without a schema any JSON object.
+            include_raw: return a dict of `raw` message, `parsed` and `parsing_error`, and raise no `OutputParserException`.
+            strict: as for `bind_tools`.
+            kwargs: other options of calls.
+
+        Raises:
+            InvalidOptionError: something that is no schema, or an unknown option. From calls: `GrammarError` for a schema that cannot be
+                enforced, `OutputParserException` for an answer that `max_tokens` has cut.
+        """
+        with langchain_errors():
+            self._check_names(kwargs)
+            model = super().bind(**binding_of(schema, method, strict), **kwargs)
+        parser = parser_of(schema, method)
+        return with_raw(model, parser) if include_raw else model | parser
+
+    def _check_names(self, options: dict[str, Any]) -> None:
+        """Unknown options are errors here already, not at the first call."""
+        self.changed({name: value for name, value in options.items() if name != "ls_structured_output_format"})
 
     # --- batches --------------------------------------------------------------------------------------------------------
 
@@ -267,22 +305,46 @@ class ChatPShard(CallOptions, BaseChatModel):
             **options,
         }
 
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """`dumps` and `load` keep every setting; there are no secrets among them."""
+        return True
+
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        """Where `load` finds the class."""
+        return ["langchain_pshard", "chat_models"]
+
+    @property
+    def lc_attributes(self) -> dict[str, Any]:
+        """Settings that are no JSON values by themselves."""
+        return {} if self.bundle is None else {"bundle": str(self.bundle)}
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        self._profile_is_own = True
+        return profile_of(self._manifest())
+
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         """Key of the cache. Running workers must be asked which model they serve, lest another one's answers be taken for theirs."""
         if self._fingerprint() is None:
             if _is_on_event_loop():
                 return f"not connected yet: {uuid4()}"  # asking would block the loop: this one call is not cached
             self._connect()
-        return super()._get_llm_string(stop=stop, **kwargs)
+        # Not LangChain's way for serializable models: addresses do not tell which model is served there.
+        params = {**self._get_invocation_params(stop=stop, **kwargs), **kwargs}
+        return str(sorted(params.items()))
 
     def _fingerprint(self) -> str | None:
         """What tells models apart: the bundle's fingerprint, or None as long as running workers were not asked."""
         if connection := self._share.peek():
             return str(connection.client.manifest.fingerprint)
-        settings = self._fleet_settings
-        if settings.bundle is not None:
-            with suppress(BundleError):  # this may be for a trace only; the call itself will say what is wrong
-                return str(load_manifest(settings.bundle).fingerprint)
+        manifest = self._manifest()
+        return None if manifest is None else str(manifest.fingerprint)
+
+    def _manifest(self) -> Manifest | None:
+        """A bundle's own, if it can be read: this is for profile and traces; the call itself will say what is wrong with it."""
+        with suppress(BundleError):
+            return None if self.bundle is None else load_manifest(self.bundle.expanduser())
         return None
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -304,62 +366,17 @@ class ChatPShard(CallOptions, BaseChatModel):
         return self._tokenizer().encode(text, add_special_tokens=False)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Length of the prompt that these messages make, in tokens.
-
-        Raises:
-            NotImplementedError: tools were passed; this model takes none yet.
-        """
-        if tools:
-            raise NotImplementedError("ChatPShard takes no tools yet")
-        return len(Prompter(self._tokenizer()).encode(messages))
+        """Length of the prompt that these messages make, in tokens, with `tools` (or else the model's own) in it."""
+        with langchain_errors():
+            prompter = Prompter(self._tokenizer())
+            options = self.changed({} if tools is None else {"tools": tools})
+            return len(prompt_of(prompter, messages, constraint(options, prompter)).token_ids)
 
     def _tokenizer(self) -> Tokenizer:
         settings = self._fleet_settings
         if (connection := self._share.peek()) is None and settings.bundle is not None:
             return _read_tokenizer(settings.bundle)
         return (connection or self._connect()).client.tokenizer
-
-
-# --- the two loops over pipeline pieces ---------------------------------------------------------------------------------------
-
-
-def _pieces(call: _Call) -> Generator[GenerationChunk, None, None]:
-    num_left = call.max_retries
-    while True:
-        has_begun = False
-        try:
-            with closing(call.connection.client.generate(call.prompt, call.params)) as pieces:
-                for piece in pieces:
-                    has_begun = True
-                    yield piece
-            return
-        except PShardError as error:
-            num_left = _retries_left(error, num_left, has_begun=has_begun)
-
-
-async def _apieces(call: _Call) -> AsyncGenerator[GenerationChunk, None]:
-    num_left = call.max_retries
-    while True:
-        has_begun = False
-        try:
-            async with aclosing(call.connection.client.agenerate(call.prompt, call.params)) as pieces:
-                async for piece in pieces:
-                    has_begun = True
-                    yield piece
-            return
-        except PShardError as error:
-            num_left = _retries_left(error, num_left, has_begun=has_begun)
-
-
-def _retries_left(error: PShardError, num_left: int, *, has_begun: bool) -> int:
-    """How many retries remain after this one; raises the error when there is to be none."""
-    if isinstance(error, ContextOverflowError):
-        raise PromptTooLongError(str(error)) from error
-    # Delivered text cannot be taken back, and a deadline is for the call as a whole.
-    if num_left == 0 or has_begun or not error.is_retryable or isinstance(error, DeadlineError):
-        raise error
-    _log.warning("trying again after a fault of the fleet: %s", error)
-    return num_left - 1
 
 
 def _all_at_once(config: Any, num_inputs: int) -> Any:

@@ -6,6 +6,7 @@ sockets and, for a local bundle, worker processes. So a model keeps only a `Shar
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from contextlib import ExitStack
@@ -18,6 +19,9 @@ from langchain_pshard.prompt import Prompter
 
 if TYPE_CHECKING:
     from langchain_pshard.pipeline.client import PipelineClient
+    from langchain_pshard.pipeline.local import LocalFleet
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,32 +44,42 @@ class Connection:
         from langchain_pshard.pipeline.client import PipelineClient
 
         with ExitStack() as stack:
-            self.client: PipelineClient = stack.enter_context(
-                PipelineClient.connect(_workers(settings, stack), connect_timeout_s=settings.connect_timeout_s)
-            )
+            self._fleet = None if settings.bundle is None else stack.enter_context(_local_fleet(settings, settings.bundle))
+            workers = sorted(settings.workers) if self._fleet is None else list(self._fleet.addresses)
+            self.client: PipelineClient = stack.enter_context(PipelineClient.connect(workers, connect_timeout_s=settings.connect_timeout_s))
             self.prompter = Prompter(self.client.tokenizer)
             self._parts = stack.pop_all()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no worker that was started here has died. What became of other workers shows when they are asked."""
+        return self._fleet is None or self._fleet.is_whole
+
+    def mend(self) -> None:
+        """Start dead workers of ours again; the client finds them where they were.
+
+        Raises:
+            FleetError, BundleError, ...: what `LocalFleet.revive` raises.
+        """
+        if self._fleet is not None and not self._fleet.is_whole:
+            _log.warning("a local worker has died: starting it again")
+            self._fleet.revive()
 
     def close(self) -> None:
         self._parts.close()
 
 
-def _workers(settings: FleetSettings, stack: ExitStack) -> list[str]:
-    """Addresses to connect to; for a bundle, of workers started here, which end with `stack`."""
-    if settings.bundle is None:
-        return sorted(settings.workers)
+def _local_fleet(settings: FleetSettings, bundle: Path) -> LocalFleet:
+    """Workers started here."""
     from langchain_pshard.pipeline.local import LocalFleet
 
-    fleet = stack.enter_context(
-        LocalFleet(
-            settings.bundle,
-            num_threads=settings.num_threads,
-            runner=settings.runner,
-            numerics=settings.numerics,
-            kv_memory=settings.kv_memory,
-        )
+    return LocalFleet(
+        bundle,
+        num_threads=settings.num_threads,
+        runner=settings.runner,
+        numerics=settings.numerics,
+        kv_memory=settings.kv_memory,
     )
-    return list(fleet.addresses)
 
 
 class _Entry:
@@ -84,6 +98,7 @@ class _Entry:
                 raise ClosedError("the chat model was closed while a call was connecting")
             if self.connection is None:
                 self.connection = Connection(self.settings)
+            self.connection.mend()
             return self.connection
 
     def release(self) -> None:

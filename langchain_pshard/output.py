@@ -1,7 +1,7 @@
 """Token ids -> pieces of text that are safe to show.
 
 A piece is safe when nothing that follows can change it: it ends before an unfinished character and before anything that may turn out to be
-the start of a stop string. Tool calls and structured output are not text matters and do not belong here.
+the start of a stop string. Reasoning and tool calls are taken out of the text later, in `turn`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ class TextStream:
     the same place the longest, so the text does not depend on how the tokens were grouped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = _Decoder(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), marks: Sequence[str] = ()) -> None:
+        """
+        Args:
+            stop: strings that end the text.
+            marks: special tokens that are shown all the same, for a reader that understands them.
+        """
+        self._decoder = _Decoder(tokenizer, tokenizer.marks(marks))
         self._stop = tuple(stop)
         self._held = ""
         self.is_stopped = False
@@ -71,27 +75,28 @@ class _Decoder:
     tokens of context settle.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._marks = marks
         self._window: list[int] = []
         self._num_given = 0
         """Characters of the window's text that were given out."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._window += [token_id for token_id in token_ids if self._tokenizer.is_shown(token_id)]
-        text = self._tokenizer.decode(self._window)
+        self._window += [token_id for token_id in token_ids if self._tokenizer.is_shown(token_id, self._marks)]
+        text = self._tokenizer.decode(self._window, marks=self._marks)
         # Only the last character can be unfinished: bytes that cannot begin or continue one are replaced one by one, at once.
         num_final = len(text) - text.endswith(_UNFINISHED)
         new = text[self._num_given : num_final]
         self._num_given = max(self._num_given, num_final)
         if len(self._window) > _WINDOW_MOST:
             del self._window[:-_WINDOW_KEPT]
-            kept = self._tokenizer.decode(self._window)
+            kept = self._tokenizer.decode(self._window, marks=self._marks)
             self._num_given = len(kept) - (len(text) - self._num_given)
         return new
 
     def finish(self) -> str:
-        new = self._tokenizer.decode(self._window)[self._num_given :]
+        new = self._tokenizer.decode(self._window, marks=self._marks)[self._num_given :]
         self._window.clear()
         self._num_given = 0
         return new

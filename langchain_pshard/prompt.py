@@ -11,21 +11,21 @@ templates that trim, split or compare contents.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, HumanMessage, SystemMessage, ToolMessage
 
-from langchain_pshard.core.errors import InvalidOptionError, UsageError
+from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.template import Template, TemplateError
 from langchain_pshard.tokenizer import Tokenizer
+from langchain_pshard.tool_formats import format_of
+from langchain_pshard.turn import open_reasoning
 
 TemplateMessage = dict[str, Any]
 """One message as chat templates know it: `role`, `content`, and where they apply `name`, `tool_calls`, `tool_call_id`."""
@@ -44,20 +44,25 @@ _ROLES = {"system", "user", "assistant", "tool"}
 _ROLE_NAMES = {"human": "user", "ai": "assistant", "developer": "system", "function": "tool", "ipython": "tool", "model": "assistant"}
 _SKIPPED_BLOCKS = {"reasoning", "thinking", "redacted_thinking", "tool_use", "tool_call", "function_call", "invalid_tool_call"}
 """Not text of the turn: reasoning of earlier turns stays out of the prompt, calls arrive through `tool_calls`."""
+_ID_LENGTH = 9
 _PLACEHOLDERS = range(0xF0000, 0xFFFFE)
 _PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}]")
 
 
-class TemplateError(UsageError):
-    """The model's chat template cannot render these messages; the message is the template's own."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt, and where it leaves the answer."""
 
-    code = "template"
+    token_ids: list[int]
+    open_reasoning: str | None
+    """The answer begins inside reasoning, which this mark ends."""
 
 
 class Prompter:
     """Makes prompts for one model. Immutable, usable from any thread.
 
     Attributes:
+        tool_format: how the model writes tool calls.
         stop: strings that end a turn of this template; empty where end tokens do it.
         is_default: the model has no template of its own and `DEFAULT_TEMPLATE` serves.
     """
@@ -66,47 +71,68 @@ class Prompter:
         self._tokenizer = tokenizer
         self.is_default = tokenizer.chat_template is None
         self.stop = DEFAULT_TEMPLATE_STOP if self.is_default else ()
-        self._template = _compile(DEFAULT_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template)
+        self._template = Template(DEFAULT_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template)
+        self.tool_format = format_of(tokenizer.chat_template)
         self._now = now
 
     def encode(self, messages: Sequence[BaseMessage]) -> list[int]:
-        """Token ids of the prompt that asks for the assistant's next turn.
+        """Token ids of `prompt` without tools."""
+        return self.prompt(messages).token_ids
+
+    def prompt(
+        self, messages: Sequence[BaseMessage], *, tools: Sequence[Mapping[str, Any]] = (), lead_in: str = "", skips_reasoning: bool = False
+    ) -> Prompt:
+        """The prompt that asks for the assistant's next turn.
+
+        Args:
+            tools: in OpenAI's form; shown by the template, or in a system message where it has no place for them.
+            lead_in: how that turn begins.
+            skips_reasoning: end reasoning that the template begins, for an answer that has to be of a form from its first character on.
 
         Raises:
             InvalidOptionError: no messages, a role no template knows, or content that is not text.
             TemplateError: the template refuses the messages in every form tried.
         """
         hidden = _Placeholders(self._tokenizer)
-        rendered = self._render(template_messages(messages, hidden.hide))
+        shown = template_messages(messages, hidden.hide)
+        known = [_mapped(tool, hidden.hide) for tool in tools]
+        if not self._template.knows("tool_calls"):
+            shown = _spelled_out(shown)
+        if known and not self._template.knows("tools"):
+            shown = [{"role": "system", "content": _instructions(known, self.tool_format.arguments_key)}, *shown]
+        rendered = self._render(shown, known or None)
+        closing = open_reasoning(rendered)
+        if closing and skips_reasoning:
+            rendered, closing = f"{rendered.rstrip()}\n\n{closing}\n\n", None
+        rendered += lead_in
         begin = self._tokenizer.named_tokens.get("bos_token")
         writes_begin = bool(begin) and rendered.lstrip().startswith(str(begin))
         restore = {ord(placeholder): text for text, placeholder in hidden.items()}
-        return self._tokenizer.encode_prompt(rendered, restore, add_special_tokens=self.is_default or not writes_begin)
+        token_ids = self._tokenizer.encode_prompt(rendered, restore, add_special_tokens=self.is_default or not writes_begin)
+        return Prompt(token_ids=token_ids, open_reasoning=closing)
 
-    def _render(self, messages: list[TemplateMessage]) -> str:
+    def _render(self, messages: list[TemplateMessage], tools: list[Any] | None) -> str:
         first_refusal: TemplateError | None = None
         for adapt in _ADAPTATIONS:
             adapted = adapt(messages)
             if first_refusal is not None and adapted == messages:
                 continue
             try:
-                return self._render_as_is(adapted)
+                return self._render_as_is(adapted, tools)
             except TemplateError as error:
                 first_refusal = first_refusal or error
         assert first_refusal is not None
         raise first_refusal
 
-    def _render_as_is(self, messages: list[TemplateMessage]) -> str:
-        with _template_errors():
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                raise_exception=_raise_exception,
-                strftime_now=lambda form: self._now().strftime(form),
-                **self._tokenizer.named_tokens,
-            )
+    def _render_as_is(self, messages: list[TemplateMessage], tools: list[Any] | None) -> str:
+        return self._template.render(
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=True,
+            strftime_now=lambda form: self._now().strftime(form),
+            **self._tokenizer.named_tokens,
+        )
 
 
 # --- LangChain messages -> template messages ---------------------------------------------------------------------------
@@ -226,7 +252,24 @@ def _alternating(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     return _merged(turns)
 
 
-_ADAPTATIONS = (_unchanged, _merged, _system_first, _alternating)
+def _short_ids(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Ids of calls as Mistral's templates want them: nine letters and digits, the same for the call and its result."""
+
+    def short(call_id: str) -> str:
+        return call_id if len(call_id) == _ID_LENGTH and call_id.isalnum() else hashlib.sha256(call_id.encode()).hexdigest()[:_ID_LENGTH]
+
+    result: list[TemplateMessage] = []
+    for message in messages:
+        change: TemplateMessage = {}
+        if "tool_calls" in message:
+            change["tool_calls"] = [call | {"id": short(call["id"])} for call in message["tool_calls"]]
+        if "tool_call_id" in message:
+            change["tool_call_id"] = short(message["tool_call_id"])
+        result.append(message | change)
+    return result
+
+
+_ADAPTATIONS = (_unchanged, _short_ids, _merged, _system_first, _alternating)
 
 
 def _is_plain(message: TemplateMessage) -> bool:
@@ -237,6 +280,18 @@ def _spoken(message: TemplateMessage) -> str:
     """Content with tool calls written out, for a template that has no place for them."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
     return "\n".join(text for text in (message["content"], *calls) if text)
+
+
+def _spelled_out(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Calls as text, for a template that would leave them out."""
+    return [{key: value for key, value in message.items() if key != "tool_calls"} | {"content": _spoken(message)} for message in messages]
+
+
+def _instructions(tools: Sequence[Any], arguments_key: str) -> str:
+    """Tools as text, for a template that has no place for them."""
+    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    form = f'{{"name": <name of the tool>, "{arguments_key}": <object of its arguments>}}'
+    return f"You can use these tools:\n{listed}\n\nTo use one, answer with nothing but JSON of this form: {form}"
 
 
 # --- hiding special tokens ----------------------------------------------------------------------------------------------
@@ -259,59 +314,3 @@ class _Placeholders(dict[str, str]):
             raise InvalidOptionError(f"the messages spell more than {len(_PLACEHOLDERS)} different special tokens")
         self[text] = chr(_PLACEHOLDERS[len(self)])
         return self[text]
-
-
-# --- the template engine ------------------------------------------------------------------------------------------------
-
-
-class _Generation(Extension):
-    """`{% generation %}..{% endgeneration %}` marks assistant text for training; here it only passes its body through."""
-
-    tags = {"generation"}  # noqa: RUF012  # the base class declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-    environment.filters["tojson"] = _to_json
-    with _template_errors():
-        return environment.from_string(source)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON, where jinja2's own filter would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-@contextmanager
-def _template_errors() -> Iterator[None]:
-    """Whatever goes wrong in a template is a `TemplateError` with the template's own words and, where known, its line."""
-    try:
-        yield
-    except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(f"the model's chat template is not valid: line {error.lineno}: {error.message}") from error
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise TemplateError(f"the model's chat template refuses these messages{_line_of(error)}: {error}") from error
-
-
-def _line_of(error: BaseException) -> str:
-    trace, line = error.__traceback__, None
-    while trace is not None:  # jinja2 maps frames of compiled templates to their source lines
-        if trace.tb_frame.f_code.co_filename == "<template>":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return "" if line is None else f" (line {line})"

@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from langchain_pshard.core.errors import BundleError
+from langchain_pshard.core.errors import BundleError, InvalidOptionError
 
 
 class Tokenizer:
@@ -87,7 +87,12 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`. Special tokens spelled out in it are recognised: for text the caller composed, not for what a user typed."""
+        """Ids of `text`. Special tokens spelled out in it are recognised: for text the caller composed, not for what a user typed.
+
+        Raises:
+            InvalidOptionError: a lone surrogate in it, which no encoding of text has.
+        """
+        _check_text(text)
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_prompt(self, rendered: str, hidden: Mapping[int, str], *, add_special_tokens: bool) -> list[int]:
@@ -98,10 +103,14 @@ class Tokenizer:
             hidden: code point of a placeholder -> the piece of user text it stands for, as `str.translate` wants it; see
                 `hide_special_tokens`.
             add_special_tokens: add what the model wants around a text (a begin token); False when the template writes it itself.
+
+        Raises:
+            InvalidOptionError: as `encode`.
         """
         pieces = list(self._finder.split(rendered))
         restored = [piece.translate(hidden) for piece in pieces] if hidden else pieces
         text = "".join(restored)
+        _check_text(text)
         begin = self.encode("", add_special_tokens=add_special_tokens)
         if list(self._finder.split(text)) == restored:  # user text spells no special token: the tokenizer's own way is exact
             ids = self.encode(text, add_special_tokens=add_special_tokens)
@@ -138,16 +147,24 @@ class Tokenizer:
             pieces[0] = placeholder_of[pieces[0][:head]] + pieces[0][head:]
         return text[:start] + "".join(pieces) + text[start + len(inner) :]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special and end tokens left out. Ids outside the vocabulary are left out too."""
-        shown = [token_id for token_id in ids if token_id not in self._hidden_ids]
+    def decode(self, ids: Sequence[int], *, marks: frozenset[int] = frozenset()) -> str:
+        """Text of `ids`, special and end tokens left out but for those in `marks`. Ids outside the vocabulary are left out too."""
+        shown = [token_id for token_id in ids if self.is_shown(token_id, marks)]
         if not self._bytes or self._bytes.keys().isdisjoint(shown):
-            return self._fast.decode(shown, skip_special_tokens=True)
+            return self._fast.decode(shown, skip_special_tokens=not marks)
         return self._decode_with_bytes(shown)
 
-    def is_shown(self, token_id: int) -> bool:
-        """Whether the token can add to the text: neither special nor an end token."""
-        return token_id not in self._hidden_ids
+    def is_shown(self, token_id: int, marks: frozenset[int] = frozenset()) -> bool:
+        """Whether the token can add to the text: neither special nor an end token, or one of `marks`."""
+        return token_id not in self._hidden_ids or token_id in marks
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special ones too; a part of a character shows as a replacement character."""
+        return self._fast.decode([token_id], skip_special_tokens=False)
+
+    def marks(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens among `texts`, for `decode`."""
+        return frozenset(self.special_tokens[text] for text in texts if text in self.special_tokens)
 
     def _decode_with_bytes(self, ids: list[int]) -> str:
         tokens: list[str] = []
@@ -290,3 +307,14 @@ def _as_ids(value: Any) -> list[int]:
     if isinstance(value, int):
         return [value]
     return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        wrong, around = ord(text[error.start]), text[max(0, error.start - 20) : error.start + 20]
+        raise InvalidOptionError(
+            f"the text has a lone surrogate (U+{wrong:04X}) in {around!a}, half a character that cannot be encoded: replace it, for example"
+            " with text.encode('utf-8', 'replace').decode()"
+        ) from error

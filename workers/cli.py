@@ -12,6 +12,7 @@ from langchain_pshard.core.errors import MissingExtraError, PShardError
 try:
     import click
 
+    from workers.measure import measure
     from workers.process import Options, serve
     from workers.report import Report
     from workers.shard import DEFAULT_KV_MEMORY_BYTES, Settings
@@ -38,15 +39,30 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return num_bytes
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    epilog="`pshard-worker measure --help`: this machine's part of a fleet file. A bundle called measure is ./measure.",
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--stage", "stages", type=int, multiple=True, required=True, metavar="I", help="Stage to serve; repeat it for several.")
 @click.option("--listen", default="tcp://127.0.0.1:0", help="Address to serve at; port 0 takes a free one.")
 @click.option("--device", default="CPU", help="OpenVINO device.")
 @click.option("--runner", type=click.Choice(["paged", "stateful"]), default="paged", help="Engine; paged batches any number of streams.")
-@click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="exact computes everything in f32.")
+@click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="fast quantizes activations, exact nothing.")
 @click.option(
     "--kv-memory", metavar="SIZE", default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB", callback=_as_bytes, help="KV memory of each stage."
+)
+@click.option(
+    "--kv-precision",
+    type=click.Choice(["f16", "f32", "u8"]),
+    help="Type of the KV. f32 takes twice the memory of f16 and is what exact uses. u8 takes about half of f16; rejected drafts and shared"
+    " prompts then change the last bits, so tokens may differ from plain decoding.  [default: f16, under exact f32]",
+)
+@click.option(
+    "--prefix-cache/--no-prefix-cache",
+    default=None,
+    help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where it changes no"
+    " token: paged, but not u8]",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
@@ -61,6 +77,8 @@ def command(
     runner: Any,
     numerics: Any,
     kv_memory: int,
+    kv_precision: Any,
+    prefix_cache: bool | None,
     threads: int | None,
     log_format: str,
     insecure: bool,
@@ -72,7 +90,15 @@ def command(
     """
     report = Report(is_json=log_format == "json")
     try:
-        settings = Settings(device=device, runner=runner, numerics=numerics, kv_memory_bytes=kv_memory, threads=threads)
+        settings = Settings(
+            device=device,
+            runner=runner,
+            numerics=numerics,
+            kv_precision=kv_precision,
+            threads=threads,
+            kv_memory_bytes=kv_memory,
+            prefix_cache=prefix_cache,
+        )
         options = Options(
             bundle=bundle, stages=stages, listen=listen, settings=settings, is_insecure=insecure, exits_with_parent=exit_with_parent
         )
@@ -83,5 +109,7 @@ def command(
 
 
 def main() -> None:
-    """Entry point of `pshard-worker`."""
+    """Entry point of `pshard-worker`: a first word `measure` is that command, all else serves a bundle."""
+    if sys.argv[1:2] == [measure.name]:
+        measure.main(sys.argv[2:], prog_name=f"pshard-worker {measure.name}")
     command(prog_name="pshard-worker")

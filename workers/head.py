@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from langchain_pshard.core.errors import GrammarError, InferenceError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
-from workers.runners.runner import Logits, RunSlice, StreamKey
+from workers.grammar import GrammarCompiler, Mask, Matcher, highest_allowed, masked
+from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
+
+MAX_LOGIT = 1e30
+"""No model comes near. Beyond it, and with what is no number at all, penalties and softmax have no meaning."""
 
 
 @dataclass(slots=True)
@@ -20,8 +27,16 @@ class _StreamTokens:
     """How a stream is sampled, and its tokens so far when a penalty asks for them. Invariant: one kind for each token."""
 
     params: SamplingParams
+    matcher: Matcher | None = None
+    has_penalties: bool = field(init=False)
+    is_plain: bool = field(init=False)
+    """The highest logit (that the grammar allows) is all it takes."""
     tokens: list[int] = field(default_factory=list)
     kinds: list[SliceKind] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.has_penalties = self.params.has_penalties
+        self.is_plain = self.params.is_greedy and not self.has_penalties and self.params.top_logprobs is None
 
     def advance(self, piece: RunSlice) -> None:
         """The one step rule, as the runner applies it to KV."""
@@ -45,12 +60,28 @@ _NO_HISTORY = History(prompt=(), generated=())
 class Head:
     """Samples for the open streams of a last stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: GrammarCompiler | None = None) -> None:
+        """
+        Args:
+            grammars: needed for streams that open with a grammar.
+        """
+        self._grammars = grammars
         self._streams: dict[StreamKey, _StreamTokens] = {}
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None:
-        """Sample `key` by `params` from now on, with an empty history."""
-        self._streams[key] = _StreamTokens(params)
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray = NO_TOKENS, grammar: Grammar | None = None) -> None:
+        """Sample `key` by `params` from now on, and only what `grammar` allows. Its history is `prompt`, of which the first slice rewinds
+        what it computes itself.
+
+        Raises:
+            GrammarError, MissingExtraError: the grammar cannot be enforced; the stream is not open.
+        """
+        matcher = None
+        if grammar is not None:
+            if self._grammars is None:
+                raise GrammarError("this worker enforces no grammars")
+            matcher = self._grammars.compile(grammar)
+        history = prompt.tolist() if params.has_penalties else []
+        self._streams[key] = _StreamTokens(params, matcher, history, [SliceKind.PREFILL] * len(history))
 
     def close_stream(self, key: StreamKey) -> None:
         """Forget a stream; unknown ones are ignored."""
@@ -65,37 +96,57 @@ class Head:
 
         Returns:
             One result per slice, in order; its tokens are empty when nothing was sampled.
+
+        Raises:
+            InferenceError: a row is no distribution over tokens: its highest logit is NaN or out of all bounds. Nothing was remembered.
         """
         assert len(logits) == sum(piece.num_sampled for piece in slices), "one row of logits per sampled position"
         # One call for all rows: most streams are greedy, and argmax over rows costs no more than over one.
         highest = logits.argmax(axis=1).astype("<i4") if len(logits) else np.empty(0, "<i4")
+        _check_rows(logits, highest, slices)
         results: list[SliceResult] = []
         row = 0
         for piece in slices:
             stream = self._streams[piece.key]
-            if stream.params.has_penalties:
+            if stream.has_penalties:
                 stream.advance(piece)
             rows = slice(row, row + piece.num_sampled)
             row += piece.num_sampled
-            if _is_plain(stream.params):
+            masks = stream.matcher.advance(piece) if stream.matcher is not None else None
+            if stream.is_plain and masks is None:
                 results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
             else:
-                results.append(_sample_rows(stream, piece, logits[rows]))
+                results.append(_sample_rows(stream, piece, logits[rows], masks))
         return results
 
 
-def _is_plain(params: SamplingParams) -> bool:
-    return params.is_greedy and not params.has_penalties and params.top_logprobs is None
+def _check_rows(logits: Logits, highest: npt.NDArray[np.int32], slices: Sequence[RunSlice]) -> None:
+    """Refuse rows that cannot be sampled. The highest logit tells: argmax prefers NaN to any number."""
+    tops = np.abs(logits[np.arange(len(logits)), highest])
+    if (tops <= MAX_LOGIT).all():
+        return
+    row = int(np.flatnonzero(~(tops <= MAX_LOGIT))[0])
+    ends = np.cumsum([piece.num_sampled for piece in slices])
+    stream = slices[int(np.searchsorted(ends, row, side="right"))].key.stream
+    raise InferenceError(
+        f"the logits of stream {stream} are not finite (the highest is {tops[row]}): the weights are damaged, or a number in the model's"
+        " layers grew out of range; try --numerics exact, or another prompt"
+    )
 
 
-def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits) -> SliceResult:
-    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one."""
+def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, masks: list[Mask] | None) -> SliceResult:
+    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its mask allows."""
     params = stream.params
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     first = piece.start + len(piece.tokens) - piece.num_sampled  # logical position of the first sampled row
     for offset, row in enumerate(logits):
-        history = stream.until(first + offset) if params.has_penalties else _NO_HISTORY
+        if masks is not None:
+            if stream.is_plain:
+                tokens.append(highest_allowed(row, masks[offset]))
+                continue
+            row = masked(row, masks[offset])  # penalties and log-probabilities are of what may come
+        history = stream.until(first + offset) if stream.has_penalties else _NO_HISTORY
         tokens.append(sample(row, params, position=first + offset, history=history))
         if params.top_logprobs is not None:
             logprobs.append(token_logprobs(row, tokens[-1], params, history))

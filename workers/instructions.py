@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from langchain_pshard.core.bundle import FileEntry
 from langchain_pshard.core.codec import Tensor
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import Message, MicroBatch, RequestId, Step
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Link
@@ -56,12 +56,16 @@ class HangUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStream:
-    """Set aside KV on one stage; whether there was room comes back through `Worker.opened`."""
+    """Set aside KV on one stage; how many positions of the prompt are there already, or why there is no room, comes back through
+    `Worker.opened`."""
 
     stage_idx: int
     key: StreamKey
     num_tokens: int
     sampling: SamplingParams
+    prompt: bytes = b""
+    """Token ids, int32 little-endian; empty when it shares nothing."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,23 +101,26 @@ class WaitingStep:
         return sum(len(piece.tokens) for piece in self.slices)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """Compute these steps of one stage as one inference; how it went comes back through `Worker.ran` or `Worker.failed`."""
+    """Compute these steps of one stage as one inference; how it went comes back through
+    `Worker.computed`, `Worker.sampled` or `Worker.failed`."""
 
     stage_idx: int
     steps: tuple[WaitingStep, ...]
+    slices: tuple[RunSlice, ...] = field(init=False)
+    """The slices of all steps, in order; a stream appears once."""
 
-    @cached_property
-    def slices(self) -> tuple[RunSlice, ...]:
-        """The slices of all steps, in order; a stream appears once."""
-        return tuple(piece for waiting in self.steps for piece in waiting.slices)
+    def __post_init__(self) -> None:
+        steps = self.steps
+        slices = steps[0].slices if len(steps) == 1 else tuple(piece for waiting in steps for piece in waiting.slices)
+        object.__setattr__(self, "slices", slices)
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
         return sum(waiting.num_tokens for waiting in self.steps)
 
-    @cached_property
+    @property
     def hidden(self) -> Tensor | None:
         """[num_tokens, hidden], or None on the first stage; a single step's rows are not copied."""
         tensors = [waiting.hidden for waiting in self.steps if waiting.hidden is not None]

@@ -174,7 +174,7 @@ class Membership:
                 text = f"the chain names workers {hop.worker} and {names[hop.address]} at one address {hop.address}"
                 return refused(FleetMismatchError.code, text)
             try:
-                Address.parse(hop.address)
+                Address.parse_peer(hop.address)
             except InvalidOptionError as error:
                 return refused(InvalidOptionError.code, str(error))
         if known is None and len(self._clients) >= MAX_CLIENTS:

@@ -21,6 +21,7 @@ from langchain_pshard.core.version import software_version
 from langchain_pshard.transport.address import Address
 from langchain_pshard.transport.hub import Hub
 from langchain_pshard.transport.zeromq import ZmqHub
+from workers.grammar import GrammarCompiler
 from workers.head import Head
 from workers.report import Report
 from workers.runners.runner import Runner
@@ -58,13 +59,17 @@ def serve(options: Options, report: Report) -> None:
         stages = check_stages(options.stages, manifest)
         address = listen(hub, options.listen)
         _verify(options.bundle, manifest, stages, report)
+        # Read beside the weights: it takes seconds of its own.
+        grammars = GrammarCompiler.of_bundle(options.bundle, manifest) if manifest.num_stages - 1 in stages else None
         runners: dict[int, Runner] = {}
         for stage_idx in stages:
             with report.busy(f"loading stage {stage_idx}"):
                 runners[stage_idx] = make_runner(options.bundle, manifest, stage_idx, options.settings)
             stack.callback(runners[stage_idx].close)
+        if grammars is not None:
+            grammars.wait()
         identity = identify(manifest, runners)
-        server = Server(hub=hub, worker=Worker(identity), runners=runners, sampler=Head(), bundle=options.bundle)
+        server = Server(hub=hub, worker=Worker(identity), runners=runners, sampler=Head(grammars), bundle=options.bundle)
         switch.attach(server)
         report.ready(identity, address)
         server.serve()
@@ -125,8 +130,10 @@ def _holder(port: int) -> str | None:
 
 
 def _verify(bundle: Path, manifest: Manifest, stages: tuple[int, ...], report: Report) -> None:
-    # The tokenizer's files are checked by the clients that fetch them, by the hash they ask for.
-    files = tuple(file for stage_idx in stages for file in manifest.stages[stage_idx].files)
+    # The tokenizer's files are checked by the clients that fetch them, by the hash they ask for; the last stage reads one itself.
+    is_last = manifest.num_stages - 1 in stages
+    own = tuple(file for file in manifest.tokenizer_files if is_last and file.path.endswith("/tokenizer.json"))
+    files = own + tuple(file for stage_idx in stages for file in manifest.stages[stage_idx].files)
     with report.progress("verifying", sum(file.num_bytes for file in files)) as progress:
         verify_files(bundle, files, lambda num_bytes: progress.advance(progress.task_ids[0], num_bytes))
 

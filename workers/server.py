@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
 import psutil
 
-from langchain_pshard.core.errors import BundleError, InferenceError, PShardError
+from langchain_pshard.core.codec import Tensor
+from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
@@ -29,7 +32,7 @@ from workers.instructions import (
     ReplyStatus,
     Run,
 )
-from workers.runners.runner import Logits, Runner, RunSlice, StreamKey
+from workers.runners.runner import Logits, Runner, RunSlice, StreamKey, TokenArray
 from workers.worker import Worker
 
 IDLE_POLL_S = 1.0
@@ -44,7 +47,8 @@ logger = logging.getLogger("pshard.worker")
 class Sampler(Protocol):
     """What the last stage needs besides its runner; `head.Head` is the real one."""
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None: ...
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray, grammar: Grammar | None = None) -> None:
+        """Raises PShardError when it cannot: then the stream is not open."""
 
     def close_stream(self, key: StreamKey) -> None: ...
 
@@ -168,22 +172,26 @@ class Server:
         started_s = self._clock()
         try:
             output = self._runners[run.stage_idx].run(run.slices, run.hidden)
-        except InferenceError as error:
+            if self._worker.stage(run.stage_idx).shape.is_last:
+                results = self._sampler.sample(cast(Logits, output), run.slices)
+                return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
+            _check_finite(output, run)
+        except (InferenceError, CapacityError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
-        if not self._worker.stage(run.stage_idx).shape.is_last:
-            return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
-        results = self._sampler.sample(cast(Logits, output), run.slices)
-        return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
+        return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
 
-    def _open(self, wanted: OpenStream) -> PShardError | None:
+    def _open(self, wanted: OpenStream) -> int | PShardError:
+        is_last = self._worker.stage(wanted.stage_idx).shape.is_last
+        prompt = np.frombuffer(wanted.prompt, dtype="<i4")
         try:
-            self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens)
+            if is_last:  # before KV is set aside: a grammar may be refused
+                self._sampler.open(wanted.key, wanted.sampling, prompt, wanted.grammar)
+            return self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens, prompt)
         except PShardError as error:
+            if is_last:
+                self._sampler.close_stream(wanted.key)
             return error
-        if self._worker.stage(wanted.stage_idx).shape.is_last:
-            self._sampler.open(wanted.key, wanted.sampling)
-        return None
 
     def _read_piece(self, piece: ReplyPiece) -> Message:
         path = self._bundle / piece.file.path
@@ -217,4 +225,18 @@ class Server:
             num_steps=stage.num_steps,
             num_tokens=stage.num_tokens,
             compute_ms=1e3 * stage.compute_s,
+        )
+
+
+def _check_finite(hidden: Tensor, run: Run) -> None:
+    """Stop what is no number at the stage where it comes up: the next one could not tell whose fault it is.
+
+    Raises:
+        InferenceError: naming the streams of the run.
+    """
+    if hidden.dtype == np.float32 and not np.isfinite(hidden).all():
+        streams = ", ".join(str(piece.key.stream) for piece in run.slices)
+        raise InferenceError(
+            f"the hidden states of stream {streams} are not finite: the weights are damaged, or a number in the model's layers grew out of"
+            " range; try --numerics exact, or another prompt"
         )

@@ -42,6 +42,8 @@ class Settings:
     """Inference threads; None leaves the choice to the device."""
     kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES
     """KV memory of each stage."""
+    prefix_cache: bool | None = None
+    """Whether prompts that begin alike share the KV of their beginning; None: where that changes no bit, which is paged KV but for u8."""
     cache_dir: Path | None = None
     """Where compiled models are kept between starts; None: nowhere."""
 
@@ -54,6 +56,14 @@ class Settings:
             raise InvalidOptionError(f"threads={self.threads} is out of range; valid: 1 or more")
         if self.kv_memory_bytes < 1:
             raise InvalidOptionError(f"kv_memory_bytes={self.kv_memory_bytes} is out of range; valid: 1 or more")
+        if self.prefix_cache and self.runner != "paged":
+            raise InvalidOptionError(f"the {self.runner} runner has no prefix cache: leave --prefix-cache out, or use --runner paged")
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """What `prefix_cache` comes to."""
+        # The keys of a u8 block share scales, so its bits depend on the chunks that filled it.
+        return self.runner == "paged" and self.kv_precision != "u8" if self.prefix_cache is None else self.prefix_cache
 
 
 def _check_one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -71,6 +81,11 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
         CapacityError: the KV pool does not fit into the memory available.
     """
     ov = _openvino()
+    if settings.runner not in manifest.runners:
+        raise InvalidOptionError(
+            f"the {settings.runner} runner cannot run {manifest.model_name} ({manifest.architecture}): its attention has no such form;"
+            f" valid: --runner {' or '.join(manifest.runners)}"
+        )
     if not 0 <= stage_idx < manifest.num_stages:
         raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
     core = ov.Core()
@@ -96,6 +111,7 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
         head_dim=manifest.head_dim,
         windows=manifest.attention_windows[span.start : span.end],
         kv_memory_bytes=settings.kv_memory_bytes,
+        has_prefix_cache=settings.has_prefix_cache,
     )
     runner: Runner = PagedRunner(stage) if settings.runner == "paged" else StatefulRunner(stage)
     _warm_up(runner, None if stage.is_first else manifest.hidden_size)

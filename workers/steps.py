@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from langchain_pshard.core.codec import Tensor, tensor_spec
-from langchain_pshard.core.errors import InferenceError, ProtocolError, StateLostError, WorkerLostError
+from langchain_pshard.core.errors import CapacityError, InferenceError, ProtocolError, StateLostError, WorkerLostError
 from langchain_pshard.core.messages import MicroBatch, SliceResult, StageTiming, Step, StepFailed, StepResult, WorkerId
 from langchain_pshard.transport.hub import Link
 from workers.instructions import Forward, Instruction, Reply, Run, WaitingStep
@@ -90,7 +90,7 @@ class Steps:
                 return [*out, verdict.run]
         return out
 
-    def failed(self, run: Run, error: InferenceError) -> list[Instruction]:
+    def failed(self, run: Run, error: InferenceError | CapacityError) -> list[Instruction]:
         """The engine failed on `run`: merged steps will run again, each alone; a single one is given up."""
         dropped = self._stages[run.stage_idx].failed(run, error.code, f"stage {run.stage_idx}: {error}")
         return [reply for one in dropped for reply in self._tell(run.stage_idx, one)]

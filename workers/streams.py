@@ -6,7 +6,9 @@ Pure. The engines are asked stage by stage, so that a refusal by a later one und
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from langchain_pshard.core.errors import PShardError
 from langchain_pshard.core.messages import ClientId, Open, Opened, Refused
@@ -21,7 +23,12 @@ class _Admission:
     ask: Open
     link: Link
     stages: tuple[int, ...]
-    num_opened: int = 0
+    cached: list[int] = field(default_factory=list)
+    """Positions of the prompt that each stage opened so far holds already."""
+
+    @property
+    def opened(self) -> Opened:
+        return Opened(request=self.ask.request, cached=tuple(self.cached))
 
 
 class Streams:
@@ -40,6 +47,10 @@ class Streams:
         admission = self._admissions.get(key)
         return admission.ask if admission else None
 
+    def opened_again(self, ask: Open) -> Opened:
+        """The answer to an Open of a stream that is known, as it was given the first time."""
+        return msgspec.structs.replace(self._admissions[StreamKey(ask.client, ask.stream)].opened, request=ask.request)
+
     def admit(self, ask: Open, link: Link, stages: tuple[int, ...]) -> list[Instruction]:
         """Begin to admit a stream that is not known yet on `stages`, of which there is at least one."""
         key = StreamKey(ask.client, ask.stream)
@@ -48,28 +59,31 @@ class Streams:
 
     def _next_open(self, key: StreamKey) -> Instruction:
         admission = self._admissions[key]
-        stage_idx = admission.stages[admission.num_opened]
-        return OpenStream(stage_idx=stage_idx, key=key, num_tokens=admission.ask.num_tokens, sampling=admission.ask.sampling)
+        ask = admission.ask
+        stage_idx = admission.stages[len(admission.cached)]
+        return OpenStream(
+            stage_idx=stage_idx, key=key, num_tokens=ask.num_tokens, sampling=ask.sampling, prompt=ask.prompt, grammar=ask.grammar
+        )
 
-    def opened(self, key: StreamKey, error: PShardError | None) -> list[Instruction]:
-        """How the last OpenStream went: on to the next stage, or undo the earlier ones."""
+    def opened(self, key: StreamKey, outcome: int | PShardError) -> list[Instruction]:
+        """How the last OpenStream went, cached positions or an error: on to the next stage, or undo the earlier ones."""
         admission = self._admissions[key]
         ask = admission.ask
-        if error is not None:
-            refused = Refused(request=ask.request, code=error.code, message=str(error))
+        if isinstance(outcome, PShardError):
+            refused = Refused(request=ask.request, code=outcome.code, message=str(outcome))
             return [*self.free(key), Reply(link=admission.link, message=refused)]
-        self._stages[admission.stages[admission.num_opened]].open(key, ask.num_tokens)
-        admission.num_opened += 1
-        if admission.num_opened < len(admission.stages):
+        self._stages[admission.stages[len(admission.cached)]].open(key, ask.num_tokens, length=outcome)
+        admission.cached.append(outcome)
+        if len(admission.cached) < len(admission.stages):
             return [self._next_open(key)]
-        return [Reply(link=admission.link, message=Opened(request=ask.request))]
+        return [Reply(link=admission.link, message=admission.opened)]
 
     def free(self, key: StreamKey) -> list[Instruction]:
         """Free a stream wherever it is open; unknown ones are ignored."""
         admission = self._admissions.pop(key, None)
         if admission is None:
             return []
-        opened = admission.stages[: admission.num_opened]
+        opened = admission.stages[: len(admission.cached)]
         for stage_idx in opened:
             self._stages[stage_idx].close(key)
         return [CloseStream(stage_idx=stage_idx, key=key) for stage_idx in opened]

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from langchain_pshard.core.bundle import Manifest
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import (
     BundleError,
+    CapacityError,
     ContextOverflowError,
     InferenceError,
     InvalidOptionError,
@@ -36,7 +39,6 @@ from langchain_pshard.core.messages import (
     MicroBatch,
     Numerics,
     Open,
-    Opened,
     Ping,
     Pong,
     Refused,
@@ -190,13 +192,13 @@ class Worker:
     def _greet(self, hello: Hello) -> Welcome | Refused:
         if hello.protocol == PROTOCOL_VERSION:
             return self._identity.welcome(hello.request)
-        older, newer = ("you", "this worker") if hello.protocol < PROTOCOL_VERSION else ("this worker", "you")
+        older, newer = ("yourself", "this worker's") if hello.protocol < PROTOCOL_VERSION else ("this worker", "your")
         return Refused(
             request=hello.request,
             code=ProtocolError.code,
             message=(
                 f"you speak protocol {hello.protocol} (PShard {hello.software}), worker {self._identity.worker} speaks"
-                f" {PROTOCOL_VERSION} (PShard {self._identity.software}): upgrade {older} to the version of {newer}"
+                f" {PROTOCOL_VERSION} (PShard {self._identity.software}): upgrade {older} to {newer} version"
             ),
         )
 
@@ -232,7 +234,7 @@ class Worker:
         if refusal:
             return [Reply(link=link, message=refusal)]
         if known is not None:
-            return [Reply(link=link, message=Opened(request=ask.request))]
+            return [Reply(link=link, message=self._streams.opened_again(ask))]
         assert client is not None  # `_refusal` refuses strangers
         return self._streams.admit(ask, link, client.stages_on(self._identity.worker))
 
@@ -247,7 +249,8 @@ class Worker:
                 StateLostError.code, f"worker {self._identity.worker} {at}{state}; the stream is of epoch {ask.epoch}: join first"
             )
         if known is not None:
-            is_same = known.num_tokens == ask.num_tokens and known.sampling == ask.sampling
+            said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar) for one in (known, ask))
+            is_same = said == says
             return None if is_same else refused(ProtocolError.code, f"stream {ask.stream} is open with other parameters: use another id")
         if self._is_draining:
             return self._is_leaving(ask.request)
@@ -256,15 +259,17 @@ class Worker:
         context = self._identity.manifest.context_length
         if ask.num_tokens > context:
             return refused(ContextOverflowError.code, f"a stream of {ask.num_tokens} positions; the model's context holds {context}")
+        if fault := _prompt_fault(ask, self._identity.manifest.vocab_size):
+            return refused(ProtocolError.code, f"malformed prompt of stream {ask.stream}: {fault}")
         return None
 
     def _is_leaving(self, request: RequestId) -> Refused:
         text = f"worker {self._identity.worker} is shutting down and takes nothing new: use another worker, or start it again"
         return Refused(request=request, code=WorkerLostError.code, message=text)
 
-    def opened(self, key: StreamKey, error: PShardError | None) -> list[Instruction]:
-        """How the last OpenStream went."""
-        return self._streams.opened(key, error)
+    def opened(self, key: StreamKey, outcome: int | PShardError) -> list[Instruction]:
+        """How the last OpenStream went: positions of the prompt that the stage holds already, or why it refuses."""
+        return self._streams.opened(key, outcome)
 
     def _close(self, close: Close) -> list[Instruction]:
         client = self._members.find(close.client)
@@ -289,10 +294,19 @@ class Worker:
         """The last stage computed `run`; `results` has one entry a slice, in order."""
         return self._steps.sampled(run, results, started_s=started_s, ended_s=ended_s)
 
-    def failed(self, run: Run, error: InferenceError) -> list[Instruction]:
+    def failed(self, run: Run, error: InferenceError | CapacityError) -> list[Instruction]:
         """The engine failed on `run`."""
         return self._steps.failed(run, error)
 
     def not_sent(self, forward: Forward) -> list[Instruction]:
         """The link to the next worker did not take these steps."""
         return self._steps.not_sent(forward)
+
+
+def _prompt_fault(ask: Open, vocab_size: int) -> str | None:
+    if len(ask.prompt) % 4 or len(ask.prompt) > 4 * ask.num_tokens:
+        return f"{len(ask.prompt)} bytes of token ids; valid: 4 for each of at most {ask.num_tokens} tokens"
+    tokens = np.frombuffer(ask.prompt, dtype="<i4")
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        return f"token ids from {tokens.min()} to {tokens.max()} in a vocabulary of {vocab_size}"
+    return None

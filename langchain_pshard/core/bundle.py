@@ -83,6 +83,48 @@ class StageCost(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt token, inside a long chunk."""
 
 
+class PartCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What one part of a model (a layer, the embedding, the head) costs, whichever stage it is in."""
+
+    decode_ms: float
+    """One token of one stream."""
+    prefill_ms: float
+    """One prompt token, inside a long chunk."""
+    num_bytes: int
+    """Its weights as they are stored."""
+
+
+class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a machine is, as a multiple of the reference machine (`yardstick`)."""
+
+    decode: float
+    prefill: float
+
+
+class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parts of a model cost, measured by the exporter on its machine with one inference thread under `fast`."""
+
+    layers: tuple[PartCost, ...]
+    embedding: PartCost
+    head: PartCost
+    step_ms: float
+    """What an inference costs a stage beside its parts."""
+    machine: MachineSpeed
+    """The machine that measured, by the yardstick that `pshard-worker measure` uses too."""
+    cpu: str
+    """Its processor, for people."""
+
+    def stage(self, span: LayerSpan) -> StageCost:
+        """Cost of a stage that holds `span`: its layers, the embedding before the first, the head after the last."""
+        parts = [*self.layers[span.start : span.end]]
+        parts += [self.embedding] if span.start == 0 else []
+        parts += [self.head] if span.end == len(self.layers) else []
+        return StageCost(
+            decode_ms=round(self.step_ms + sum(part.decode_ms for part in parts), 4),
+            prefill_ms=round(sum(part.prefill_ms for part in parts), 4),
+        )
+
+
 class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One stage: the decoder layers it holds and the files it is made of."""
 
@@ -95,8 +137,22 @@ class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.num_bytes for file in self.files)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a bundle says about itself.
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """Shards against the unsplit model over a few short texts, in float32 on the exporting machine."""
+
+    num_texts: int
+    num_tokens: int
+    max_logit_difference: float
+    largest_logit: float
+    """Of the unsplit model, in absolute value: the scale of the difference."""
+    token_agreement: float
+    """Share of positions at which both find the same token most likely."""
+    perplexity_before: float
+    perplexity_after: float
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a bundle says about itself. Fields at their default are not written, so that a new one changes no older fingerprint.
 
     Invariants, checked on construction: spans are contiguous from 0 to `num_layers`; `attention_windows` has one entry a
     layer; there is at least one stage; a stored fingerprint equals the computed one.
@@ -128,13 +184,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exported_with: dict[str, str]
     """Package name to version, of everything that shaped the graphs."""
     fingerprint: Fingerprint = Fingerprint("")
+    costs: ModelCosts | None = None
+    """None where the exporter was told not to measure."""
+    runners: tuple[str, ...] = ("paged", "stateful")
+    """Engines that can run the graphs: attention with capped scores (Gemma 2) has no paged form."""
+    verification: Verification | None = None
+    """None: the export was told not to verify."""
 
     def __post_init__(self) -> None:
-        if self.format_version != FORMAT_VERSION:
-            raise BundleError(
-                f"bundle format version {self.format_version} cannot be read; this version of PShard reads {FORMAT_VERSION}:"
-                " export the model again"
-            )
+        _check_version(self.format_version)
         edges = [0, *(stage.span.end for stage in self.stages)]
         if (
             not self.stages
@@ -146,6 +204,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if len(self.attention_windows) != self.num_layers:
             raise BundleError(f"manifest has {len(self.attention_windows)} attention windows for {self.num_layers} layers")
+        if self.costs is not None and len(self.costs.layers) != self.num_layers:
+            raise BundleError(f"manifest has costs of {len(self.costs.layers)} layers for {self.num_layers} layers")
         if self.fingerprint and self.fingerprint != self.computed_fingerprint:
             raise BundleError(
                 f"manifest fingerprint {self.fingerprint} does not match its contents ({self.computed_fingerprint}): the file was edited;"
@@ -178,12 +238,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             BundleError: the bytes are no manifest, or its parts contradict one another.
         """
         try:
+            # First of all and alone: a manifest of another version has other fields, and that is not what is wrong with it.
+            _check_version(msgspec.json.decode(data, type=_Version).format_version)
             manifest = msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BundleError(f"{origin} is not a PShard manifest: {error}") from error
+        except BundleError as error:
+            raise BundleError(f"{origin}: {error}") from error
         if not manifest.fingerprint:
             raise BundleError(f"{origin} carries no fingerprint: the export did not finish; export again")
         return manifest
+
+
+class _Version(msgspec.Struct):
+    """All that manifests of any version have in common."""
+
+    format_version: int
+
+
+def _check_version(format_version: int) -> None:
+    if format_version != FORMAT_VERSION:
+        remedy = "export the model again" if format_version < FORMAT_VERSION else "install the version of PShard that exported it, or newer"
+        raise BundleError(f"bundle format version {format_version} cannot be read; this version of PShard reads {FORMAT_VERSION}: {remedy}")
 
 
 def load_manifest(bundle: Path) -> Manifest:

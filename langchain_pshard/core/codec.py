@@ -20,6 +20,7 @@ Buffer = bytes | bytearray | memoryview
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 256 << 20
+MAX_TENSOR_DIMS = 4
 
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {DType.F32: np.dtype("<f4"), DType.BF16: np.dtype("<u2")}
 _WIRE_DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
@@ -65,8 +66,12 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Tensor | None]:
 
 def _view(spec: TensorSpec, data: Buffer) -> Tensor:
     dtype = NUMPY_DTYPES[spec.dtype]
-    if any(size < 0 for size in spec.shape):
-        raise ProtocolError(f"tensor of shape {spec.shape}")
+    # Bounded before they are multiplied or reach numpy, which refuses what it cannot address with errors of its own, zero bytes or not.
+    if not 1 <= len(spec.shape) <= MAX_TENSOR_DIMS or not all(0 < size <= MAX_TENSOR_BYTES for size in spec.shape):
+        raise ProtocolError(
+            f"tensor of {len(spec.shape)} dimensions, the first {list(spec.shape[:MAX_TENSOR_DIMS])};"
+            f" valid: 1 to {MAX_TENSOR_DIMS}, each above 0"
+        )
     num_bytes = prod(spec.shape) * dtype.itemsize
     if num_bytes != len(data) or num_bytes > MAX_TENSOR_BYTES:
         raise ProtocolError(

@@ -3,7 +3,7 @@
 Every error that leaves a public function of the three packages is a `PShardError`. A message says what failed, the
 value, what was valid, and what to do. The attributes carry the same facts for programs.
 
-Errors that cross the wire travel as a `code` and a message (`messages.Refusal`); `error_from_code` turns them back into the class
+Errors that cross the wire travel as a `code` and a message (`messages.Refused`); `error_from_code` turns them back into the class
 they left as, so a caller catches the same type whether the fault was found here or three machines away.
 """
 
@@ -37,6 +37,12 @@ class InvalidOptionError(UsageError, ValueError):
     """An option is unknown, out of range, or contradicts another one."""
 
     code = "invalid-option"
+
+
+class GrammarError(InvalidOptionError):
+    """A grammar (JSON schema, regular expression, Lark) is broken or asks for what cannot be enforced; the message names the part."""
+
+    code = "grammar"
 
 
 class MissingExtraError(UsageError, ImportError):
@@ -75,10 +81,28 @@ class SourceError(UsageError):
     code = "source"
 
 
+class VerificationError(UsageError):
+    """The exported shards do not compute what the model computes."""
+
+    code = "verification"
+
+
 class BundleError(UsageError):
     """A bundle or one of its files is missing, damaged or contradicts the manifest."""
 
     code = "bundle"
+
+
+class FleetFileError(UsageError):
+    """A fleet file is missing or says something impossible; the message names the file, the node, the field and what is valid."""
+
+    code = "fleet-file"
+
+
+class NoPlanError(UsageError):
+    """No placement of the model on the nodes of a fleet is possible; the message has needed and available memory."""
+
+    code = "no-plan"
 
 
 class AddressInUseError(UsageError):

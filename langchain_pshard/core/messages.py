@@ -17,6 +17,7 @@ from typing import NewType
 import msgspec
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -173,12 +174,20 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     stream: StreamId
     num_tokens: int
     sampling: SamplingParams
+    prompt: bytes = b""
+    """The prompt's token ids, int32 little-endian (its beginning will do): a stage may hold KV of the same text already. Empty when the
+    stream is to share nothing with others."""
+    grammar: Grammar | None = None
+    """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
 
 
 class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
     """Worker -> client: the stream's KV is set aside on every stage of this worker."""
 
     request: RequestId
+    cached: tuple[int, ...] = ()
+    """How many leading positions of the prompt each stage of this worker holds already; the first slice may start at the least of all
+    stages, or anywhere before."""
 
 
 class Close(_Message, frozen=True, kw_only=True, tag="close"):

@@ -16,6 +16,7 @@ class Account:
         "_first_token_at",
         "_last_token_at",
         "_num_accepted",
+        "_num_cached",
         "_num_drafted",
         "_num_prompt_tokens",
         "_num_steps",
@@ -36,9 +37,14 @@ class Account:
         self._num_steps = 0
         self._num_drafted = 0
         self._num_accepted = 0
+        self._num_cached = 0
         self._compute_ms: list[float] = []
         self._queue_ms: list[float] = []
         self._way_ms = 0.0
+
+    def cached(self, num_tokens: int) -> None:
+        """So many tokens of the prompt need no computing."""
+        self._num_cached = num_tokens
 
     def sent(self, now: float) -> None:
         """A slice went out."""
@@ -74,7 +80,7 @@ class Account:
         return GenerationStats(
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_tokens,
-            num_cached_tokens=0,
+            num_cached_tokens=self._num_cached,
             num_steps=self._num_steps,
             num_drafted_tokens=self._num_drafted,
             num_accepted_tokens=self._num_accepted,

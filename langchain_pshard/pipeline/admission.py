@@ -7,6 +7,7 @@ stream ends or a short time later; every success doubles the number of tries aga
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from langchain_pshard.core.messages import RequestId, StreamId
@@ -24,6 +25,8 @@ class Opening:
     stream: Stream
     unanswered: dict[RequestId, str]
     asked_at: float
+    num_cached: int | None = None
+    """Leading positions that all stages that have answered hold already; None until one has."""
 
 
 class Admission:
@@ -70,15 +73,17 @@ class Admission:
         self.waiting.pop(stream.id)
         self.opening[stream.id] = Opening(stream, requests, now)
 
-    def opened(self, stream_id: StreamId, request: RequestId) -> Stream | None:
-        """One worker admitted the stream; returns it when that was the last of them."""
+    def opened(self, stream_id: StreamId, request: RequestId, cached: Sequence[int]) -> Stream | None:
+        """One worker admitted the stream, its stages holding so many leading positions already; returns it when that was the last."""
         opening = self.opening.get(stream_id)
-        if opening is None:
+        if opening is None or opening.unanswered.pop(request, None) is None:
             return None
-        opening.unanswered.pop(request, None)
+        here = min(cached, default=0)
+        opening.num_cached = here if opening.num_cached is None else min(opening.num_cached, here)
         if opening.unanswered:
             return None
         del self.opening[stream_id]
+        opening.stream.skip_cached(opening.num_cached)
         self._window = min(MAX_OPENING, 2 * self._window)
         return opening.stream
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import queue
 import secrets
 import socket
@@ -145,7 +146,8 @@ class PipelineClient:
             An iterator over `GenerationChunk`s, of which the last one has an `end`.
 
         Raises:
-            InvalidOptionError: an empty prompt, token ids that the vocabulary does not have, or a drafter that fails.
+            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, or a drafter
+                that fails.
             ContextOverflowError: prompt and max_tokens exceed the model's context.
             CapacityError: a stage cannot hold so many positions at all; later, while iterating: room did not come free in time.
             WorkerLostError, WorkerUnreachableError, StateLostError, DeadlineError, InferenceError, ClosedError: while iterating.
@@ -198,11 +200,11 @@ class PipelineClient:
         self.close()
 
     def _assembler(self, params: GenerationParams) -> Assembler:
-        return Assembler(TextStream(self.tokenizer, params.stop))
+        return Assembler(TextStream(self.tokenizer, params.stop, params.marks))
 
     def _request(self, prompt: str | Sequence[int], params: GenerationParams, drafter: Drafter | None) -> MakeRequest:
         """The checked request, but for its sink."""
-        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        tokens = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else _token_ids(prompt)
         self._check_prompt(tokens)
         context_length = self.manifest.context_length
         max_tokens = min(DEFAULT_MAX_TOKENS, context_length - len(tokens)) if params.max_tokens is None else params.max_tokens
@@ -222,6 +224,8 @@ class PipelineClient:
                 timeout_s=params.timeout_s,
                 drafting=None if drafter is None else begin(drafter, tokens),
                 num_drafts=None if params.draft_tokens == "auto" else params.draft_tokens,
+                prefix_cache=params.prefix_cache,
+                grammar=params.grammar,
             )
 
         return make
@@ -259,10 +263,22 @@ class PipelineClient:
             )
 
 
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in prompt)  # numpy's integers too, but no 1.5
+    except TypeError as error:
+        raise InvalidOptionError(
+            f"a prompt of type {type(prompt).__name__} is neither text nor a sequence of token ids: {error}"
+        ) from error
+
+
 def _addresses(workers: Sequence[str]) -> tuple[str, ...]:
     if isinstance(workers, str) or not workers:
         raise InvalidOptionError(f"workers={workers!r} is no list of addresses; valid: ['tcp://host:port', ...], one for each worker")
-    addresses = tuple(str(Address.parse(worker)) for worker in workers)
+    for worker in workers:
+        if not isinstance(worker, str):
+            raise InvalidOptionError(f"workers has {worker!r}, which is no address; valid: 'tcp://host:port'")
+    addresses = tuple(str(Address.parse_peer(worker)) for worker in workers)
     for address in addresses:
         if addresses.count(address) > 1:
             raise InvalidOptionError(f"workers names {address} twice: name every worker once")
@@ -302,7 +318,9 @@ def _probed(addresses: Sequence[str]) -> str:
     for text in addresses:
         address = Address.parse(text)
         try:
-            socket.create_connection((address.host, address.port), timeout=_PROBE_TIMEOUT_S).close()
+            with socket.socket(socket.AF_INET6 if address.is_ipv6 else socket.AF_INET) as probe:  # as the transport dials
+                probe.settimeout(_PROBE_TIMEOUT_S)
+                probe.connect((address.host, address.port))
         except OSError as error:
             found.append(f"{text}: no connection ({error.strerror or error}); is the worker started, and the address right?")
         else:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 1024
@@ -32,8 +33,14 @@ class GenerationParams:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout_s: float | None = None
     """Longest time from the call to the last token."""
+    marks: tuple[str, ...] = ()
+    """Special tokens that are shown in the text, for a caller that reads them (tool calls, reasoning)."""
+    grammar: Grammar | None = None
+    """What the whole text must conform to; the generation ends when it is complete."""
     ignore_eos: bool = False
     """Generate on past end tokens, for measurements of a fixed length."""
+    prefix_cache: bool = True
+    """Whether the workers may reuse what they computed for prompts that begin alike, and keep it of this one. No token depends on it."""
     draft: Draft = "auto"
     """What guesses tokens ahead for the model to verify, which changes the speed, never the text: `ngram` looks the text up in itself,
     `auto` does so where the fleet verifies exactly, None is off."""

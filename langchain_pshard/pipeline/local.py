@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from langchain_pshard.core.bundle import load_manifest
-from langchain_pshard.core.errors import FleetError, InvalidOptionError, PShardError, WorkerUnreachableError, error_from_code
+from langchain_pshard.core.errors import ClosedError, FleetError, InvalidOptionError, PShardError, WorkerUnreachableError, error_from_code
 
 CLOSE_TIMEOUT_S = 5.0
 _TAIL_LINES = 20
+_USAGE_ERROR = 2
+"""Exit code of a command line that makes no sense; its last line says why."""
 
 
 class LocalFleet:
@@ -63,13 +65,16 @@ class LocalFleet:
         num_stages = load_manifest(bundle).num_stages
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
-        options = _options(num_threads or max(1, _num_cores() // num_stages), runner, numerics, kv_memory)
+        self._bundle = bundle
+        self._options = _options(num_threads or max(1, _num_cores() // num_stages), runner, numerics, kv_memory)
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.RLock()
         self._processes: list[_WorkerProcess] = []
         self._close = weakref.finalize(self, _stop_all, self._processes)
         deadline = time.monotonic() + start_timeout_s
         try:
             for stage_idx in range(num_stages):  # all at once: they load in parallel
-                self._processes.append(_WorkerProcess(bundle, stage_idx, options))
+                self._processes.append(_WorkerProcess(bundle, stage_idx, self._options))
             self.addresses = tuple(process.wait_ready(deadline, start_timeout_s) for process in self._processes)
         except BaseException:
             self.close()
@@ -80,9 +85,40 @@ class LocalFleet:
         """Process ids of the workers, by stage."""
         return tuple(process.pid for process in self._processes)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all workers run."""
+        return all(process.is_running for process in self._processes)
+
+    def revive(self) -> None:
+        """Start the workers that have died once more, at their old addresses, and wait until they are warm. The others are left alone.
+
+        Raises:
+            ClosedError: the fleet was closed.
+            BundleError, WorkerUnreachableError, FleetError: as when the fleet was made. The next `revive` tries again.
+        """
+        with self._lock:
+            if not self._close.alive:
+                raise ClosedError("the local fleet is closed: make a new one")
+            started: list[_WorkerProcess] = []
+            deadline = time.monotonic() + self._start_timeout_s
+            try:
+                for stage_idx, process in enumerate(self._processes):
+                    if not process.is_running:
+                        process.finish(0.0)
+                        self._processes[stage_idx] = _WorkerProcess(self._bundle, stage_idx, self._options, self.addresses[stage_idx])
+                        started.append(self._processes[stage_idx])
+                for process in started:
+                    process.wait_ready(deadline, self._start_timeout_s)
+            except BaseException:
+                for process in started:
+                    process.finish(0.0)
+                raise
+
     def close(self) -> None:
         """Stop the workers and wait for them. Idempotent."""
-        self._close()
+        with self._lock:
+            self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -94,8 +130,8 @@ class LocalFleet:
 class _WorkerProcess:
     """One worker, its pipes, and the threads that keep them from filling up."""
 
-    def __init__(self, bundle: Path, stage_idx: int, options: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "workers", str(bundle), "--stage", str(stage_idx), "--listen", "tcp://127.0.0.1:0"]
+    def __init__(self, bundle: Path, stage_idx: int, options: Sequence[str], address: str = "tcp://127.0.0.1:0") -> None:
+        command = [sys.executable, "-m", "workers", str(bundle), "--stage", str(stage_idx), "--listen", address]
         self._stage_idx = stage_idx
         self._process = subprocess.Popen(  # noqa: S603 - our own program; the options are its own, never through a shell
             [*command, "--log-format", "json", "--exit-with-parent", *options],
@@ -118,6 +154,10 @@ class _WorkerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def wait_ready(self, deadline: float, timeout_s: float) -> str:
         """The worker's address, once it is warm."""
@@ -149,13 +189,17 @@ class _WorkerProcess:
             self._process.wait()
         for reader in self._readers:
             reader.join()
-        for pipe in (self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
 
     def _early_end(self) -> PShardError:
         exit_code = self._process.wait()
         self._readers[1].join()
+        if exit_code == _USAGE_ERROR:
+            return InvalidOptionError(
+                f"the worker of stage {self._stage_idx} refuses its options: {self._tail[-1] if self._tail else 'no word'}"
+            )
         return FleetError(f"the worker of stage {self._stage_idx} ended with exit code {exit_code} before it was ready{self._said()}")
 
     def _said(self) -> str:

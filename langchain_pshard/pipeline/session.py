@@ -149,8 +149,8 @@ class Session:
             case StepFailed(epoch=epoch) if epoch == self._membership.epoch:
                 ended, delivers = self._on_failed(address, message)
                 out += ended
-            case Opened(request=request):
-                self._on_opened(request)
+            case Opened():
+                self._on_opened(message)
             case Refused(request=request):
                 delivers = self._requests.answered(message, now)
                 out += self._on_refused(address, request, message, now)
@@ -253,11 +253,11 @@ class Session:
                 ended.append((stream, error_from_code(failure.code, text)))
         return [], self._end(ended)
 
-    def _on_opened(self, request: RequestId) -> None:
-        stream_id = self._opens.pop(request, None)
+    def _on_opened(self, message: Opened) -> None:
+        stream_id = self._opens.pop(message.request, None)
         if stream_id is None:
             return
-        stream = self._admission.opened(stream_id, request)
+        stream = self._admission.opened(stream_id, message.request, message.cached)
         if stream is not None:
             self._num_rejoins = 0
             self._streams[stream.id] = stream
@@ -344,6 +344,8 @@ class Session:
             stream=stream.id,
             num_tokens=stream.request.num_positions,
             sampling=stream.request.sampling,
+            prompt=stream.shared_prompt,
+            grammar=stream.request.grammar,
         )
 
     def _new_request(self) -> RequestId:

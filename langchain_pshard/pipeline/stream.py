@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.account import Account
@@ -31,6 +32,9 @@ class Delivery(NamedTuple):
     stats: GenerationStats
     finish_reason: FinishReason | None
 
+
+MAX_SHARED_TOKENS = 128 << 10
+"""Of 4 bytes each: half of what a message's header may have."""
 
 Sink = Callable[[Delivery | PShardError], bool]
 """Where a stream's deliveries go, in order, ended by a finish reason or an error. False: nobody is listening any more.
@@ -53,6 +57,10 @@ class StreamRequest:
     """Guesses for this stream, begun on its prompt."""
     num_drafts: int | None = None
     """How many drafts ride with each step; None: as many as pay."""
+    prefix_cache: bool = True
+    """Whether the beginning of the prompt may be shared with other streams."""
+    grammar: Grammar | None = None
+    """What the generated text must conform to."""
 
     @property
     def num_positions(self) -> int:
@@ -93,6 +101,17 @@ class Stream:
     def is_ready(self) -> bool:
         """Whether the stream waits for a decode turn."""
         return self.is_decoding and not self.num_in_flight
+
+    @property
+    def shared_prompt(self) -> bytes:
+        """What stages may look up and offer to others: the prompt's token ids, as far as a header has room for them."""
+        return pack_tokens(self.request.prompt[:MAX_SHARED_TOKENS]) if self.request.prefix_cache else b""
+
+    def skip_cached(self, num_tokens: int) -> None:
+        """All stages hold the first `num_tokens` of the prompt: begin behind them. Two tokens at least are computed, as one alone would
+        run another kernel; a stage that holds more rewinds by the one step rule."""
+        self.num_prompt_sent = max(0, min(num_tokens, len(self.request.prompt) - 2))
+        self._account.cached(self.num_prompt_sent)
 
     def next_chunk(self, num_tokens: int, step: StepId, now: float) -> Slice:
         """The next `num_tokens` of the prompt; the last ones sample the first token."""

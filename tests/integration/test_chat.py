@@ -13,8 +13,10 @@ from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
+from benchmarks.fleet import running_worker
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.errors import BundleError, WorkerUnreachableError
+from langchain_pshard.core.bundle import load_manifest
+from langchain_pshard.core.errors import BundleError, FleetMismatchError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from tests.support.bundles import TinyBundle
 
 PROMPTS = [f"Tell me about {topic}." for topic in ("ships", "snow", "日本", "👩‍👩‍👧", "tea", "<|im_end|>", "chess", "rain")]
@@ -44,6 +46,31 @@ def test_bundle_starts_workers_at_the_first_call_and_ends_them(tiny_bundle: Tiny
         assert asyncio.run(chain.ainvoke({"text": "hello"})) == text
         assert model.get_num_tokens("hello") == num_tokens
     assert len(worker_processes()) == before
+
+
+def test_a_dead_worker_of_its_own_is_started_again_by_the_next_call(tiny_bundle: TinyBundle) -> None:
+    before = set(worker_processes())
+    with ChatPShard(bundle=tiny_bundle("llama", num_stages=2), max_tokens=8, threads=1) as model:
+        text = model.invoke("hello").text
+        for call in (lambda: model.invoke("hello"), lambda: asyncio.run(model.ainvoke("hello"))):
+            victim = (set(worker_processes()) - before).pop()
+            victim.kill()
+            victim.wait(10)
+            assert call().text == text
+        stream = model.stream("hello", max_tokens=1000)
+        next(stream)
+        (set(worker_processes()) - before).pop().kill()
+        with pytest.raises(WorkerLostError):  # text that was delivered cannot be taken back
+            list(stream)
+        assert model.invoke("hello").text == text
+    assert set(worker_processes()) == before
+
+
+@pytest.mark.parametrize("text", ["half \ud800 a character", "<|im_end|>\udfff"])
+def test_half_a_character_is_refused_by_name(model: ChatPShard, text: str) -> None:
+    for call in (model.invoke, model.get_num_tokens, lambda text: next(model.stream(text)), lambda text: asyncio.run(model.ainvoke(text))):
+        with pytest.raises(InvalidOptionError, match=r"lone surrogate \(U\+D"):
+            call(text)
 
 
 def test_stop_is_the_same_in_every_way_of_calling(model: ChatPShard) -> None:
@@ -98,3 +125,24 @@ def test_what_cannot_be_reached_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkerUnreachableError, match=r"127\.0\.0\.1:9"):
         ChatPShard(workers=["tcp://127.0.0.1:9"], connect_timeout=0.5).invoke("Hi")
     assert time.monotonic() - begin < 5
+
+
+def test_workers_that_are_no_chain_are_refused_by_name(tiny_fleet: list[str], tiny_bundle: TinyBundle) -> None:
+    llama, gemma = tiny_bundle("llama", num_stages=2), tiny_bundle("gemma3_text", num_stages=2)
+    with running_worker(llama, 0) as doubled, running_worker(gemma, 1) as foreign:
+        refusals = {
+            (tiny_fleet[0],): ("missing: 1", tiny_fleet[0]),
+            (doubled.address, *tiny_fleet): ("stage 0", doubled.address, tiny_fleet[0]),
+            (tiny_fleet[0], foreign.address): (
+                foreign.address,
+                tiny_fleet[0],
+                load_manifest(llama).fingerprint[:12],
+                load_manifest(gemma).fingerprint[:12],
+            ),
+        }
+        for workers, parts in refusals.items():
+            with ChatPShard(workers=list(workers)) as model, pytest.raises(FleetMismatchError) as caught:
+                model.invoke("Hi")
+            assert [part for part in parts if part not in str(caught.value)] == [], caught.value
+    with ChatPShard(workers=tiny_fleet, max_tokens=4) as model:
+        assert model.invoke("Hi").usage_metadata is not None  # none of it has hurt the fleet

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+import torch
 from click.testing import CliRunner, Result
 
 import export_tools.export
@@ -21,7 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="pshard-export")
+    """Without measuring, which takes seconds; tests/integration/test_costs.py is about that."""
+    return CliRunner().invoke(main, [*(str(argument) for argument in arguments), "--no-measure"], prog_name="pshard-export")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -87,16 +94,16 @@ def test_an_existing_bundle_is_replaced_only_on_request(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("converter defect")])
-def test_a_failure_in_the_second_stage_leaves_the_target_as_it_was(
+def test_a_failure_in_the_second_stage_leaves_the_target_and_is_gone_on_from(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     bundle = tmp_path / "bundle"
     assert run(model, "-o", bundle).exit_code == 0
-    before = contents(tmp_path)
+    before = contents(bundle)
     save = export_tools.export.save_stage
 
     def failing_save(stage: object, xml: Path, mode: object) -> None:
-        if xml.parent.name == stage_dir(1):
+        if xml.parent.name.startswith(stage_dir(1)):
             raise error
         save(stage, xml, mode)
 
@@ -106,7 +113,33 @@ def test_a_failure_in_the_second_stage_leaves_the_target_as_it_was(
         assert_refused(result, "No space left on device", str(bundle))
     else:
         assert result.exception is error  # a defect of ours is not dressed up as a user's error
-    assert contents(tmp_path) == before
+    assert contents(bundle) == before
+    monkeypatch.undo()
+    result = run(model, "-o", bundle, "--stages", "2", "--overwrite")
+    assert "stage 0 of 2, layers 0-1: kept from the interrupted export" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    whole = tmp_path / "uninterrupted"
+    assert run(model, "-o", whole, "--stages", "2").exit_code == 0
+    assert contents(bundle) == contents(whole)
+
+
+@pytest.mark.timeout(120)
+def test_a_kill_at_any_time_leaves_nothing_that_loads(model: Path, tmp_path: Path) -> None:
+    """Killed as the second stage appears in the draft, then run to the end: the bundle is that of an uninterrupted export."""
+    bundle = tmp_path / "bundle"
+    command = [sys.executable, "-m", "export_tools", str(model), "-o", str(bundle), "--layers", "1,2,1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and not list(tmp_path.glob(f".bundle.draft-*/bundle/{stage_dir(1)}*")):
+            time.sleep(0.005)
+        process.kill()
+    assert not bundle.exists()
+    assert list(tmp_path.rglob("manifest.json")) == []
+    result = run(model, "-o", bundle, "--layers", "1,2,1", "--json")
+    notes = [json.loads(line) for line in result.stderr.splitlines()]
+    assert "stage 0 of 3, layers 0: kept from the interrupted export" in [note.get("text") for note in notes]
+    assert json.loads(result.stdout)["fingerprint"] == load_manifest(bundle).fingerprint
+    assert run(model, "-o", tmp_path / "whole", "--layers", "1,2,1").exit_code == 0
+    assert contents(bundle) == contents(tmp_path / "whole")
 
 
 def damaged_copy(model: Path, folder: Path) -> Path:
@@ -136,8 +169,66 @@ def test_damaged_weights(model: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), "cut off", "download it again")
     weights.unlink()
-    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), "model.safetensors")
-    assert not (tmp_path / "bundle").exists()
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), "model.safetensors", "missing")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), "pytorch_model.bin", "can run code", "safetensors")
+    (folder / "pytorch_model.bin").unlink()
+    weights.write_bytes(b"not a header")
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(weights), "damaged", "download it again")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        ({"model.norm.weight": "model-00001-of-00002.safetensors"}, ["model-00001-of-00002.safetensors is missing"]),
+        ({"model.norm.weight": "../model.safetensors"}, ["points outside its folder"]),
+        ({"no.such.tensor": "model.safetensors"}, ["does not hold the tensor no.such.tensor"]),
+        ([], ["cannot be read as an index"]),
+    ],
+)
+def test_an_index_that_points_nowhere(model: Path, tmp_path: Path, weight_map: object, words: list[str]) -> None:
+    folder = damaged_copy(model, tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), str(folder), "download", *words)
+
+
+def test_weights_stored_as_integers(model: Path, tmp_path: Path) -> None:
+    folder = damaged_copy(model, tmp_path / "model")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    assert_refused(run(folder, "-o", tmp_path / "bundle"), "model.layers.1.mlp.up_proj.weight", "I8", "already quantized")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers = 0"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads = 4", "num_key_value_heads = 3"]),
+        ({"intermediate_size": 96}, ["model.layers.0.mlp.down_proj.weight", "(64, 128)", "(64, 96)"]),
+        ({"num_hidden_layers": 6}, ["lacks the tensor model.layers.4", "incomplete"]),
+    ],
+)
+def test_a_config_that_does_not_fit(model: Path, tmp_path: Path, changes: dict[str, object], words: list[str]) -> None:
+    folder = damaged_copy(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    assert_refused(run(folder, "-o", tmp_path / "bundle", "--stages", "2"), *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("target", "words"), [("memory", ["GiB", "available", "more stages"]), ("disk", ["GiB", "free", "another path"])])
+def test_memory_and_disk_are_checked_first(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, words: list[str]
+) -> None:
+    if target == "memory":
+        monkeypatch.setattr(export_tools.export.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    else:
+        monkeypatch.setattr(export_tools.export.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    assert_refused(run(model, "-o", tmp_path / "bundle"), f"not enough {target}", *words)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_that_lacks_a_tensor(model: Path, tmp_path: Path) -> None:
@@ -161,7 +252,13 @@ def test_undefined_numbers_in_the_weights(model: Path, tmp_path: Path) -> None:
     [
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, ["mamba", "MambaForCausalLM", "supported: gemma"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["already quantized", "awq"]),
-        ({"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, ["homemade"]),
+        (
+            {"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "evil.Model"}},
+            ["homemade", "evil.Model", "all your rights", "--trust-remote-code"],
+        ),
+        ({"model_type": "gemma3n_text"}, ["gemma3n_text", "share keys and values"]),
+        ({"model_type": "t5", "is_encoder_decoder": True}, ["t5", "encoder-decoder"]),
+        ({"model_type": "deepseek_v3"}, ["deepseek_v3", "latent attention"]),
     ],
 )
 def test_an_unsupported_model_is_refused_before_its_weights(

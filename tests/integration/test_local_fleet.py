@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from langchain_pshard.core.errors import BundleError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
+from langchain_pshard.core.errors import BundleError, ClosedError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams
@@ -100,6 +100,44 @@ def test_killed_worker_ends_the_stream_in_one_typed_error(bundles: dict[int, Pat
         assert caught.value.addresses == (fleet.addresses[1],)
 
 
+def test_dead_worker_is_revived_at_its_address_and_the_client_goes_on(bundles: dict[int, Path], tmp_path: Path) -> None:
+    with LocalFleet(bundles[2], num_threads=1) as fleet, connect(fleet, tmp_path) as client:
+        expected = client.complete("hello there", PARAMS).token_ids
+        addresses, (first, second) = fleet.addresses, fleet.pids
+        kill(second)
+        assert not fleet.is_whole
+        fleet.revive()
+        assert fleet.is_whole
+        assert fleet.addresses == addresses
+        assert (fleet.pids[0], fleet.pids[1] == second) == (first, False)
+        assert client.complete("hello there", PARAMS).token_ids == expected
+        fleet.revive()  # nothing to do
+        assert fleet.pids[0] == first
+    with pytest.raises(ClosedError, match="make a new one"):
+        fleet.revive()
+
+
+def test_what_cannot_be_revived_says_why_and_is_tried_again(bundles: dict[int, Path], tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(bundles[1], bundle)
+    weights = bundle / "stage-0" / "openvino_model.bin"
+    data = weights.read_bytes()
+    with LocalFleet(bundle, num_threads=1) as fleet:
+        kill(fleet.pids[0])
+        weights.unlink()
+        with pytest.raises(BundleError, match="missing"):
+            fleet.revive()
+        weights.write_bytes(data)
+        fleet.revive()
+        assert fleet.is_whole
+
+
+def kill(pid: int) -> None:
+    process = psutil.Process(pid)
+    process.kill()
+    process.wait(10)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGSTOP")
 def test_stopped_worker_is_lost_within_ten_seconds_and_serves_again_when_it_wakes(bundles: dict[int, Path], tmp_path: Path) -> None:
     bundle = bundles[2]
@@ -152,6 +190,8 @@ def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path
     bundle = bundles[2]
     with pytest.raises(InvalidOptionError, match="num_threads"):
         LocalFleet(bundle, num_threads=0)
+    with pytest.raises(InvalidOptionError, match=r"worker of stage . refuses its options: .*'lots' is not a size"):
+        LocalFleet(bundle, kv_memory="lots")
     with pytest.raises(WorkerUnreachableError, match=r"not ready within 0\.1 s"):
         LocalFleet(bundle, start_timeout_s=0.1)
 

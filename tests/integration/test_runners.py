@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from langchain_pshard.core.bundle import TOKENIZER_DIR, WeightMode, load_manifes
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError, MissingExtraError
 from langchain_pshard.core.sampling import SamplingParams
 from tests.support.bundles import DemoBundle, TinyBundle
-from tests.support.runners import PREFILL, ROWS, RunnerChain, key, piece, running_chain
+from tests.support.runners import MAX_DRAFTS, PREFILL, ROWS, ArrivingText, RunnerChain, key, piece, running_chain
 from workers.runners.runner import Logits
 from workers.shard import NumericsName, RunnerName, Settings, make_runner
 
@@ -23,7 +25,7 @@ KV_BYTES = 8 << 20
 
 
 def settings(runner: RunnerName = "paged", numerics: NumericsName = "exact", *, kv_memory_bytes: int = KV_BYTES) -> Settings:
-    return Settings(runner=runner, numerics=numerics, threads=2, kv_memory_bytes=kv_memory_bytes)
+    return Settings(runner=runner, numerics=numerics, threads=1, kv_memory_bytes=kv_memory_bytes)
 
 
 def same_rows(numerics: NumericsName, logits: Logits, expected: Logits) -> bool:
@@ -285,7 +287,7 @@ def test_a_missing_openvino_names_the_extra(tiny_bundle: TinyBundle, monkeypatch
 @pytest.mark.real_model
 @pytest.mark.timeout(400)  # the first run on a machine exports the model
 def test_paged_and_stateful_agree_over_600_tokens_of_the_real_model(demo_bundle: DemoBundle) -> None:
-    """Beyond its window of 512 positions; the stateful run verifies drafts, of which many are rejected.
+    """Beyond its window of 512 positions; the stateful run verifies drafts, of which many are rejected. Both run at once, on a core each.
 
     Sampled, not greedy: the base model soon repeats itself, and a text of five different tokens would show little.
     """
@@ -293,8 +295,29 @@ def test_paged_and_stateful_agree_over_600_tokens_of_the_real_model(demo_bundle:
     tokenizer = Tokenizer.from_file(str(bundle / TOKENIZER_DIR / "tokenizer.json"))
     text = tokenizer.encode("The history of the lighthouse begins long before the first electric lamp. In the early days,").ids
     sampling = SamplingParams(temperature=1.0, top_k=200, seed=1)
-    with running_chain(bundle, settings(kv_memory_bytes=64 << 20), sampling) as paged:
-        tokens, _ = paged.generate(1, text, 600)
-    assert len(set(tokens)) > 100
-    with running_chain(bundle, settings("stateful", kv_memory_bytes=64 << 20), sampling) as stateful:
-        assert stateful.generate_with_drafts(1, text, 600, tokens, np.random.default_rng(2))[0] == tokens
+    num_tokens = 600
+    drafts = ArrivingText(num_tokens)
+    options: dict[str, Any] = {"numerics": "exact", "threads": 1, "kv_memory_bytes": 64 << 20}
+
+    def plain(chain: RunnerChain) -> list[int]:
+        tokens = []
+        for choice in itertools.islice(chain.decode(1, text), num_tokens):
+            drafts.put(choice.token)
+            tokens.append(choice.token)
+        return tokens
+
+    def drafted(chain: RunnerChain) -> list[int]:
+        choices = chain.decode_with_drafts(1, text, drafts, np.random.default_rng(2))
+        return [choice.token for choice in itertools.islice(choices, num_tokens)]
+
+    with (
+        running_chain(bundle, Settings(runner="paged", **options), sampling) as paged,
+        running_chain(bundle, Settings(runner="stateful", **options), sampling) as stateful,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        for chain in (paged, stateful):
+            chain.open(1, len(text) + num_tokens + MAX_DRAFTS)
+        from_paged, from_stateful = threads.submit(plain, paged), threads.submit(drafted, stateful)
+        tokens = from_paged.result()
+        assert len(set(tokens)) > 100
+        assert from_stateful.result() == tokens

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_core.load import dumpd, dumps, load, loads
 from langchain_tests.unit_tests import ChatModelUnitTests
+from syrupy.assertion import SnapshotAssertion
 
 from langchain_pshard import ChatPShard
 
@@ -28,6 +33,27 @@ class TestChatPShardUnit(ChatModelUnitTests):
     @property
     def supports_model_override(self) -> bool:
         return False  # a fleet serves one model
+
+    @pytest.mark.xfail(
+        reason="the suite loads with allowed_objects='all', which langchain-core takes for its own list of classes; tested below",
+        raises=ValueError,
+        strict=True,
+    )
+    def test_serdes(self, model: BaseChatModel, snapshot: SnapshotAssertion) -> None:
+        super().test_serdes(model, snapshot)
+
+
+@pytest.mark.filterwarnings("ignore:The function `loads?` is in beta")
+def test_dumps_and_load_keep_every_setting() -> None:
+    model = ChatPShard(
+        workers=["tcp://127.0.0.1:9"], temperature=0.5, stop=["x"], top_logprobs=3, tools=[{"name": "f", "description": "d"}]
+    )
+    loaded = load(dumpd(model), allowed_objects=[ChatPShard], valid_namespaces=["langchain_pshard"])
+    assert loaded.asdict() == model.asdict()
+    local = ChatPShard(bundle=Path("some/bundle"), numerics="exact")
+    text = dumps(local)
+    assert loads(text, allowed_objects=[ChatPShard], valid_namespaces=["langchain_pshard"]).asdict() == local.asdict()
+    assert json.loads(text)["kwargs"]["bundle"] == str(Path("some/bundle"))
 
 
 def test_an_unknown_option_is_an_error() -> None:

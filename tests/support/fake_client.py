@@ -17,7 +17,7 @@ class FakeClient:
 
     def __init__(self, tokenizer: Tokenizer, *scripts: Sequence[str | Exception]) -> None:
         self.tokenizer = tokenizer
-        self.manifest: Any = SimpleNamespace(model_name="fake-model", fingerprint="f" * 64)
+        self.manifest: Any = SimpleNamespace(model_name="fake-model", fingerprint="f" * 64, context_length=2048)
         self.scripts = list(scripts) or [["Hello", " world"]]
         self.prompts: list[str] = []
         self.params: list[GenerationParams] = []
@@ -25,6 +25,8 @@ class FakeClient:
         self.is_closed = False
         self.barrier: threading.Barrier | None = None
         self.is_endless = False
+        self.end_text = "!"
+        self.finish_reason = FinishReason.STOP
 
     def generate(self, prompt: list[int], params: GenerationParams) -> Iterator[GenerationChunk]:
         try:
@@ -83,4 +85,4 @@ class FakeClient:
             stage_queue_ms=(0.0,),
             way_ms=6.0,
         )
-        return GenerationChunk(text="!", token_ids=(2,), end=GenerationEnd(finish_reason=FinishReason.STOP, stats=stats))
+        return GenerationChunk(text=self.end_text, token_ids=(2,), end=GenerationEnd(finish_reason=self.finish_reason, stats=stats))

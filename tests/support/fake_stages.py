@@ -11,6 +11,7 @@ import numpy as np
 from langchain_pshard.core.bundle import FileEntry, LayerSpan, Manifest, StageEntry, WeightMode
 from langchain_pshard.core.codec import Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import CapacityError, InferenceError
+from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import (
     ClientId,
     DType,
@@ -26,7 +27,7 @@ from langchain_pshard.core.messages import (
     WorkerId,
 )
 from langchain_pshard.core.sampling import SamplingParams
-from workers.runners.runner import Logits, RunSlice, StreamKey
+from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 from workers.worker import Identity
 
 VOCAB = 64
@@ -134,13 +135,15 @@ class FakeRunner:
     def num_streams(self) -> int:
         return len(self._reserved)
 
-    def open(self, key: StreamKey, num_tokens: int) -> None:
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
         assert key not in self._reserved
+        assert len(prompt) <= num_tokens
         free = self.kv_capacity_tokens - self.kv_used_tokens
         if num_tokens > free:
             raise CapacityError(f"stage {self.stage_idx} needs {num_tokens} positions, {free} of {self.kv_capacity_tokens} are free")
         self._reserved[key] = num_tokens
         self._values[key] = []
+        return 0
 
     def close_stream(self, key: StreamKey) -> None:
         self._reserved.pop(key, None)
@@ -191,7 +194,7 @@ class FakeSampler:
 
     streams: dict[StreamKey, SamplingParams] = field(default_factory=dict)
 
-    def open(self, key: StreamKey, params: SamplingParams) -> None:
+    def open(self, key: StreamKey, params: SamplingParams, prompt: TokenArray, grammar: Grammar | None = None) -> None:
         self.streams[key] = params
 
     def close_stream(self, key: StreamKey) -> None:

@@ -62,12 +62,24 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
     "llama": {},
     "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
     "phi3": {"sliding_window": None},
     "qwen2": {},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "mlp_only_layers": [1],  # one dense layer between the sparse ones
+    },
     "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _EVERY_OTHER},
+    "starcoder2": {"sliding_window": WINDOW, "norm_type": "layer_norm"},
 }
-"""transformers `model_type` to what its tiny config has beyond the common part; Gemma 2 and 3 and Mistral have short windows."""
+"""transformers `model_type` to what its tiny config has beyond the common part; Gemma 2 and 3, Mistral, Mixtral,
+SmolLM3 and StarCoder2 have short windows."""
 
 
 def build_tiny(architecture: str, folder: Path, *, seed: int = 0, **config_overrides: Any) -> Path:
@@ -91,7 +103,7 @@ def build_tiny(architecture: str, folder: Path, *, seed: int = 0, **config_overr
     model.generation_config = transformers.GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=0)
     with _no_bars():
         model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -106,7 +118,7 @@ def _no_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Byte-level BPE without merges: one token a byte, whatever the text."""
     byte_characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     character_of_byte = _byte_characters()

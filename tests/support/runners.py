@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,40 @@ from workers.runners.runner import Logits, Runner, RunSlice, StreamKey
 from workers.shard import Settings, make_runner
 
 PREFILL, ROWS = SliceKind.PREFILL, SliceKind.ROWS
+MAX_DRAFTS = 4
+WRITER_TIMEOUT_S = 60.0
+
+
+class Choice(NamedTuple):
+    """A token and the logits it was chosen from, [vocab]."""
+
+    token: int
+    row: npt.NDArray[np.float32]
+
+
+def _columns(choices: Sequence[Choice]) -> tuple[list[int], Logits]:
+    return [choice.token for choice in choices], np.stack([choice.row for choice in choices])
+
+
+class ArrivingText(Sequence[int]):
+    """A text of known length that another thread is still generating; reading a token waits until it is there."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._tokens: list[int] = []
+
+    def put(self, token: int) -> None:
+        self._arrived.put(token)
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def __getitem__(self, wanted: Any) -> Any:
+        assert isinstance(wanted, slice), "drafts are read by the slice"
+        while len(self._tokens) < min(wanted.stop, self._num_tokens):
+            self._tokens.append(self._arrived.get(timeout=WRITER_TIMEOUT_S))
+        return self._tokens[wanted]
 
 
 def key(number: int) -> StreamKey:
@@ -34,9 +71,9 @@ class RunnerChain:
         self._sampling = SamplingParams() if sampling is None else sampling
         self.runners: list[Runner] = [make_runner(bundle, manifest, idx, settings) for idx in range(manifest.num_stages)]
 
-    def open(self, stream: int, num_tokens: int) -> None:
-        for runner in self.runners:
-            runner.open(key(stream), num_tokens)
+    def open(self, stream: int, num_tokens: int, shared: Sequence[int] = ()) -> int:
+        """Open a stream on all stages; with a prompt to share, returns how much of it all of them hold already."""
+        return min(runner.open(key(stream), num_tokens, np.array(shared, dtype=np.int32)) for runner in self.runners)
 
     def close_stream(self, stream: int) -> None:
         for runner in self.runners:
@@ -53,36 +90,46 @@ class RunnerChain:
     def _choose(self, row: npt.NDArray[np.float32], position: int) -> int:
         return sample(row, self._sampling, position=position, history=History(prompt=(), generated=()))
 
-    def generate(self, stream: int, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], npt.NDArray[np.float32]]:
-        """Plain decoding: tokens, and the logits they were chosen from, [num_tokens, vocab]. The stream is closed."""
+    def decode(self, stream: int, prompt: Sequence[int]) -> Iterator[Choice]:
+        """Plain decoding of an open stream, without end."""
+        step = piece(stream, 0, prompt, PREFILL)
+        for position in itertools.count(len(prompt) - 1):
+            row = self.run(step)[0]
+            token = self._choose(row, position)
+            yield Choice(token, row)
+            step = piece(stream, position + 1, [token], ROWS)
+
+    def decode_with_drafts(self, stream: int, prompt: Sequence[int], text: Sequence[int], rng: np.random.Generator) -> Iterator[Choice]:
+        """Like `decode`, verifying up to `MAX_DRAFTS` drafts a step: those of `text` (the right one), each wrong with probability 0.4."""
+        first = next(self.decode(stream, prompt))
+        yield first
+        token, num_done = first.token, 1
+        while True:
+            right = text[num_done : num_done + int(rng.integers(0, MAX_DRAFTS + 1))]
+            guess = [draft if rng.random() > 0.4 else (draft + 1) % 200 for draft in right]
+            logits = self.run(piece(stream, len(prompt) + num_done - 1, [token, *guess], ROWS, 1 + len(guess)))
+            for row, after in zip(logits, [*guess, None], strict=True):
+                token = self._choose(row, len(prompt) + num_done - 1)
+                num_done += 1
+                yield Choice(token, row)
+                if token != after:
+                    break
+
+    def generate(self, stream: int, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], Logits]:
+        """`decode` of a stream of its own: tokens, and the logits they were chosen from, [num_tokens, vocab]."""
         self.open(stream, len(prompt) + num_tokens)
-        rows = [self.run(piece(stream, 0, prompt, PREFILL))[0]]
-        tokens = [self._choose(rows[0], len(prompt) - 1)]
-        while len(tokens) < num_tokens:
-            rows.append(self.run(piece(stream, len(prompt) + len(tokens) - 1, tokens[-1:], ROWS))[0])
-            tokens.append(self._choose(rows[-1], len(prompt) + len(tokens) - 1))
+        choices = list(itertools.islice(self.decode(stream, prompt), num_tokens))
         self.close_stream(stream)
-        return tokens, np.stack(rows)
+        return _columns(choices)
 
     def generate_with_drafts(
-        self, stream: int, prompt: Sequence[int], num_tokens: int, drafts: Sequence[int], rng: np.random.Generator
-    ) -> tuple[list[int], npt.NDArray[np.float32]]:
-        """Like `generate`, verifying up to four drafts a step: those of `drafts` (the right text), each wrong with probability 0.4."""
-        self.open(stream, len(prompt) + num_tokens + 4)
-        rows = [self.run(piece(stream, 0, prompt, PREFILL))[0]]
-        tokens = [self._choose(rows[0], len(prompt) - 1)]
-        while len(tokens) < num_tokens:
-            right = list(drafts[len(tokens) : len(tokens) + int(rng.integers(0, 5))])
-            guess = [token if rng.random() > 0.4 else (token + 1) % 200 for token in right]
-            verified = [tokens[-1], *guess]
-            logits = self.run(piece(stream, len(prompt) + len(tokens) - 1, verified, ROWS, len(verified)))
-            for row, after in zip(logits, [*guess, None], strict=True):
-                rows.append(row)
-                tokens.append(self._choose(row, len(prompt) + len(tokens) - 1))
-                if tokens[-1] != after:
-                    break
+        self, stream: int, prompt: Sequence[int], num_tokens: int, text: Sequence[int], rng: np.random.Generator
+    ) -> tuple[list[int], Logits]:
+        """`decode_with_drafts` of a stream of its own."""
+        self.open(stream, len(prompt) + num_tokens + MAX_DRAFTS)
+        choices = list(itertools.islice(self.decode_with_drafts(stream, prompt, text, rng), num_tokens))
         self.close_stream(stream)
-        return tokens[:num_tokens], np.stack(rows[:num_tokens])
+        return _columns(choices)
 
     def close(self) -> None:
         for runner in self.runners:

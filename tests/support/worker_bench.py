@@ -88,8 +88,11 @@ class Bench:
     def open(self, stream: int = 1, *, client: str = "ann", link: Link = ANN) -> None:
         out = self.hear(ask_open(stream, client=client), link)
         while isinstance(out[0], OpenStream):
-            out = self.worker.opened(out[0].key, None)
-        assert out == [Reply(link=link, message=Opened(request=request(20)))]
+            out = self.worker.opened(out[0].key, 0)
+        [reply] = out
+        assert isinstance(reply, Reply)
+        assert isinstance(reply.message, Opened)
+        assert (reply.link, reply.message.request, set(reply.message.cached)) == (link, request(20), {0})
 
     def send(self, *steps: Step, stage_idx: int = 0, tensor: Tensor | None = None, link: Link = ANN) -> list[Instruction]:
         spec = None if tensor is None else tensor_spec(tensor)

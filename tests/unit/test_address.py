@@ -28,8 +28,20 @@ def test_parses_and_prints(text: str, host: str, port: int, loopback: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tcp://", "host", "tcp://host:", "tcp://host:x", "tcp://host:65536", "::1:80", "http://h:1", "tcp://h:1/x", ":1", "h:²"]
+    "text",
+    [
+        *("", "tcp://", "host", "tcp://host:", "tcp://host:x", "tcp://host:65536", "::1:80", "http://h:1", "tcp://h:1/x", ":1", "h:²"),
+        # ZeroMQ's own words, and what it chokes on.
+        *("tcp://*:1", "tcp://a b:1", "tcp://..:1", "tcp://127.0.0.1;h:1", "tcp://bücher:1", "tcp://\ud800:1", "tcp://\0:1", "@:1"),
+        *("tcp://[zz::1]:1", "tcp://[127.0.0.1]:1", "tcp://[fe80::1%]:1", "tcp://[fe80::1%a b]:1", "tcp://" + "a" * 254 + ":1"),
+    ],
 )
 def test_refuses_what_is_no_address(text: str) -> None:
     with pytest.raises(InvalidOptionError, match="address"):
         Address.parse(text)
+
+
+def test_nobody_is_dialled_at_port_0() -> None:
+    assert Address.parse_peer("tcp://node:7000") == Address("node", 7000)
+    with pytest.raises(InvalidOptionError, match="port 0"):
+        Address.parse_peer("tcp://node:0")

@@ -15,10 +15,10 @@ NUMERICS = Numerics(
     runner="paged",
     device="CPU",
     openvino="2026.4.1",
-    inference_precision="bf16",
-    kv_precision="bf16",
-    dynamic_quantization_group_size=32,
-    boundary=DType.BF16,
+    inference_precision="f32",
+    kv_precision="f16",
+    dynamic_quantization_group_size=128,
+    boundary=DType.F32,
 )
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
@@ -89,8 +89,8 @@ def test_a_worker_may_serve_several_stages() -> None:
             rf"name is fast at {A} and exact at {B}; .*--numerics",
         ),
         (
-            {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(boundary=DType.F32))},
-            rf"boundary is bf16 at {A} and f32 at {B}; .*--numerics exact",
+            {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(boundary=DType.BF16))},
+            rf"boundary is f32 at {A} and bf16 at {B}; .*--numerics exact",
         ),
         (
             {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(openvino="2026.3"))},

@@ -17,6 +17,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError as LangChainContextOverflowError
+from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
@@ -202,10 +203,8 @@ def test_unknown_and_wrong_options_are_errors(serve: Serve) -> None:
             model.invoke("Hi", temperature="hot")
         with pytest.raises(InvalidOptionError, match=r"top_p=2\.0 is out of range"):
             model.invoke("Hi", top_p=2.0)
-        with pytest.raises(InvalidOptionError, match="unknown option 'tools'"):
-            model.invoke("Hi", tools=[])
-        with pytest.raises(NotImplementedError):
-            model.bind_tools([])
+        with pytest.raises(ModelInvalidRequestError, match="of no known form"):
+            model.invoke("Hi", response_format={"type": "xml"})
     for wrong in ({"tmeperature": 1}, {"temperature": -1}, {"max_tokens": 0}, {"runner": "paged2"}, {"numerics": "exact"}, {"workers": []}):
         with pytest.raises(ValidationError):
             ChatPShard(**{"workers": WORKERS, **wrong})

@@ -102,8 +102,14 @@ def test_reply_of_one_token_takes_at_most_48_bytes() -> None:
         ([*encode(Ping(request=RequestId(1))), b"tensor"], "no tensor"),
         (encode(a_micro_batch(TensorSpec(DType.F32, (2, 2)))), "a tensor"),
         ([*encode(a_micro_batch(TensorSpec(DType.F32, (2, 2)))), b"\0" * 15], "16 bytes"),
-        ([*encode(a_micro_batch(TensorSpec(DType.F32, (-1, 4)))), b"\0" * 16], "shape"),
-        ([*encode(a_micro_batch(TensorSpec(DType.BF16, (2**40, 2**40)))), b"\0" * 16], "takes"),
+        ([*encode(a_micro_batch(TensorSpec(DType.F32, (-1, 4)))), b"\0" * 16], "each above 0"),
+        ([*encode(a_micro_batch(TensorSpec(DType.BF16, (2**40, 2**40)))), b"\0" * 16], "2 dimensions"),
+        ([*encode(a_micro_batch(TensorSpec(DType.BF16, (2**27, 2**27)))), b"\0" * 16], "takes"),
+        # What numpy refuses in its own words, though the bytes agree.
+        ([*encode(a_micro_batch(TensorSpec(DType.F32, (0, 2**62)))), b""], "each above 0"),
+        ([*encode(a_micro_batch(TensorSpec(DType.F32, (0, 2**64 - 1)))), b""], "each above 0"),
+        ([*encode(a_micro_batch(TensorSpec(DType.F32, (1,) * 65))), b"\0" * 4], "65 dimensions"),
+        ([*encode(a_micro_batch(TensorSpec(DType.F32, ()))), b"\0" * 4], "0 dimensions"),
     ],
 )
 def test_malformed_frames_are_refused(frames: list[bytes], complaint: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from export_tools.compress import activation_group_size
+from export_tools.compress import WeightModes, activation_group_size
 from langchain_pshard.core.bundle import WeightMode
 
 
@@ -24,4 +24,5 @@ from langchain_pshard.core.bundle import WeightMode
     ],
 )
 def test_largest_group_that_divides_everything(channel_counts: list[int], mode: WeightMode, group_size: int, expected: int) -> None:
-    assert activation_group_size(channel_counts, mode, group_size) == expected
+    modes = WeightModes.of(mode, embedding=None, head=None, group_size=group_size)
+    assert activation_group_size(channel_counts, modes) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from langchain_pshard.core.errors import InferenceError
 from langchain_pshard.core.messages import ClientId, SliceKind, SliceResult, StreamId
 from langchain_pshard.core.sampling import History, SamplingParams, sample, token_logprobs
 from workers.head import Head
@@ -105,3 +106,39 @@ def test_each_row_of_a_verification_sees_the_tokens_before_it() -> None:
     rows = np.tile(np.linspace(0, 1, VOCAB, dtype=np.float32), (3, 1))
     [result] = head.sample(rows, [piece(1, 0, [49, 48, 47], SliceKind.ROWS, 3)])
     assert tokens(result) == [48, 47, 46]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.5)])
+def test_rows_that_are_no_numbers_are_an_error_of_their_stream(value: float, params: SamplingParams) -> None:
+    head = Head()
+    for stream in (1, 2, 3):
+        head.open(key(stream), params)
+    rows = logits(3)
+    rows[1] = value
+    slices = [
+        piece(1, 0, [1, 2], SliceKind.PREFILL, 1),
+        piece(2, 0, [1, 2], SliceKind.PREFILL, 0),
+        piece(3, 0, [1, 2], SliceKind.PREFILL, 2),
+    ]
+    with pytest.raises(InferenceError, match="logits of stream 3"):
+        head.sample(rows, slices)
+    rows[1:] = logits(2)
+    assert len(head.sample(rows, slices)) == 3  # the failed try left no history behind
+
+
+def test_tokens_that_a_mask_forbids_are_no_error() -> None:
+    head = Head()
+    head.open(key(1), SamplingParams(temperature=1.0))
+    row = np.full((1, VOCAB), -np.inf, np.float32)
+    row[0, 7] = 1.0
+    assert tokens(head.sample(row, [piece(1, 0, [1, 2], SliceKind.PREFILL, 1)])[0]) == [7]
+
+
+def test_a_prompt_that_is_there_already_is_history_too() -> None:
+    params = SamplingParams(repetition_penalty=2.0)
+    rows = np.zeros((1, VOCAB), np.float32)
+    rows[0, [3, 4]] = [1.0, 0.9]
+    head = Head()
+    head.open(key(1), params, np.array([3, 7, 8, 9], dtype=np.int32))
+    assert tokens(head.sample(rows, [piece(1, 2, [8, 9], SliceKind.PREFILL, 1)])[0]) == [4]

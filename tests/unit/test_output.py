@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from langchain_pshard.output import TextStream
@@ -71,6 +71,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 @given(text=TEXTS, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_joined_pieces_are_the_whole_text(name: str, text: str, sizes: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
+    assume(not any(token in text for token in tokenizer.special_tokens))  # these, spelled out, are encoded as what never shows
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces, _ = pieces_of(tokenizer, ids, sizes)
     assert "".join(pieces) == tokenizer.decode(ids) == text

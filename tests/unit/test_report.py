@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from benchmarks.report import Figure, Report, Samples, write_json
+from benchmarks.report import Figure, Report, Samples, show, write_json
 
 
 def report_with(figure: Figure) -> Report:
@@ -48,3 +49,15 @@ def test_the_json_file_holds_figure_samples_and_origin(tmp_path: Path) -> None:
     assert stored["settings"] == {"users": 1}
     assert set(stored["versions"]) >= {"python", "openvino", "langchain-pshard"}
     assert stored["hardware"]["cores"] >= 1
+
+
+def test_tables_are_shown_and_stored_under_their_keys(tmp_path: Path) -> None:
+    rows = [{"mode": "int8", "ratio": 1.001}, {"mode": "fp32", "ratio": 1.0}]
+    report = Report(bench="perplexity", question="which", figures=(), tables={"modes": rows})
+    console = Console(width=100)
+    with console.capture() as captured:
+        show(report, console)
+    assert [line.split("│")[1:3] for line in captured.get().splitlines() if "int8" in line] == [[" int8 ", " 1.001 "]]
+    write_json(report, tmp_path / "perplexity.json")
+    stored = json.loads((tmp_path / "perplexity.json").read_text(encoding="utf-8"))
+    assert (stored["modes"], stored["ok"]) == (rows, True)

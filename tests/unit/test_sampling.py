@@ -66,6 +66,43 @@ def test_large_vocabulary_equals_the_plain_definition(seed: int, top_k: int, top
     assert token in order[:nucleus]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), vocab=st.sampled_from([4, 511, 512, 513, 5_000]), min_p=st.sampled_from([0.0, 0.01, 0.5]), hot=st.booleans()
+)
+def test_a_draw_from_the_whole_vocabulary_equals_the_plain_definition(seed: int, vocab: int, min_p: float, hot: bool) -> None:
+    logits = np.random.default_rng(seed).normal(size=vocab).astype(np.float32) * (1 if hot else 40)  # the rest of 40 underflows to 0
+    token = sample(logits, SamplingParams(temperature=0.8, min_p=min_p, seed=seed), position=3, history=NOTHING)
+    weights = np.exp((logits - logits.max()) / np.float32(0.8)).astype(np.float64)
+    weights[weights < np.float32(min_p)] = 0.0
+    cumulative = np.cumsum(weights)
+    target = uniform(seed, 3) * cumulative[-1]
+    assert weights[token] > 0
+    assert cumulative[token] - weights[token] - 1e-9 <= target <= cumulative[token] + 1e-9
+
+
+@pytest.mark.parametrize("draw", [0.0, 1.0 - 2**-53])
+def test_the_ends_of_a_draw_are_tokens_that_have_weight(draw: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("langchain_pshard.core.sampling.uniform", lambda seed, position: draw)
+    logits = np.full(3_000, -1e9, dtype=np.float32)
+    logits[700:1_500] = np.random.default_rng(1).normal(size=800)
+    expected = 700 if draw == 0.0 else 1_499
+    assert sample(logits, SamplingParams(temperature=1.0), position=0, history=NOTHING) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1_000),
+    vocab=st.sampled_from([3, 700, 4_096, 5_001]),
+    k=st.integers(1, 20),
+    num_levels=st.sampled_from([2, 50, 10**6]),
+)
+def test_the_best_are_ranked_by_logit_and_then_by_id(seed: int, vocab: int, k: int, num_levels: int) -> None:
+    logits = np.random.default_rng(seed).integers(0, num_levels, vocab).astype(np.float32)
+    ranked = token_logprobs(logits, 0, SamplingParams(top_logprobs=k), NOTHING).top
+    assert [token for token, _ in ranked] == np.lexsort((np.arange(vocab), -logits))[:k].tolist()
+
+
 def test_penalties_follow_their_definitions() -> None:
     logits = np.array([2.0, -2.0, 1.0, 0.5], dtype=np.float32)
     history = History((0, 1), (2, 2))
@@ -95,6 +132,7 @@ def test_logprobs_of_the_chosen_and_the_best() -> None:
         {"top_k": -1},
         {"min_p": 1.0},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
         {"presence_penalty": 11.0},
         {"frequency_penalty": -11.0},
         {"seed": -1},
@@ -105,3 +143,10 @@ def test_nonsense_is_refused_by_name_and_value(options: dict[str, float]) -> Non
     name, value = next(iter(options.items()))
     with pytest.raises(InvalidOptionError, match=f"{name}={value!r}"):
         SamplingParams(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30])
+def test_a_temperature_below_float32_takes_the_highest(temperature: float) -> None:
+    logits = np.array([1.0, 3.0, 2.9999998, 3.0 - 1e-6], dtype=np.float32)
+    params = SamplingParams(temperature=temperature, seed=3)
+    assert {sample(logits, params, position=position, history=History((), ())) for position in range(50)} == {1}

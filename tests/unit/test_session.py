@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ class Fleet:
         self.epoch = Epoch(0)
         self.callers: dict[int, Caller] = {}
         self.knows_client = True
+        self.cached: dict[str, tuple[int, ...]] = {}
 
     def do(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -159,8 +161,10 @@ class Fleet:
         if key not in self.reserved and used + message.num_tokens > self.capacity:
             return Refused(request=message.request, code="capacity", message="full")
         self.reserved[key] = message.num_tokens
-        self.held.setdefault(message.stream, [])
-        return Opened(request=message.request)
+        cached = self.cached.get(address, (0,))
+        held = self.held.setdefault(message.stream, [])
+        held[len(held) :] = unpack_tokens(message.prompt)[len(held) : max(cached, default=0)]
+        return Opened(request=message.request, cached=cached)
 
     def _run(self, piece: Slice) -> SliceResult:
         held = self.held[piece.stream]
@@ -181,6 +185,22 @@ def test_first_call_connects_and_generates() -> None:
     assert caller.tokens == expected(1)
     assert len(caller.ends) == 1
     assert not fleet.reserved
+
+
+@pytest.mark.parametrize(
+    ("at_a", "at_b", "start"), [((2,), (1, 2), 1), ((2,), (2, 2), 2), ((3,), (4,), 2), ((0,), (2,), 0), ((), (2,), 0), ((2,), (0, 2), 0)]
+)
+def test_a_stream_begins_where_all_stages_can(at_a: tuple[int, ...], at_b: tuple[int, ...], start: int) -> None:
+    fleet = Fleet()
+    fleet.cached = {A: at_a, B: at_b}
+    caller = fleet.submit(1)
+    while not fleet.steps:
+        fleet.handle_one()
+    [piece] = fleet.steps[0].slices
+    assert piece.start == start
+    assert unpack_tokens(piece.tokens) == [*PROMPT, 1][start:]
+    fleet.settle()
+    assert caller.tokens == expected(1)
 
 
 def test_queue_is_first_come_first_served_and_a_small_stream_does_not_overtake_for_ever() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -61,6 +62,24 @@ def make(prompt: Sequence[int], max_tokens: int = 8, *, eos: bool = True, drafti
         drafting=drafting,
     )
     return Stream(StreamId(1), request, now=0.0)
+
+
+@pytest.mark.parametrize(("num_prompt", "cached", "start"), [(1, 0, 0), (1, 1, 0), (2, 2, 0), (40, 32, 32), (64, 64, 62), (40, 0, 0)])
+def test_what_is_cached_is_not_sent_and_two_tokens_are_left(num_prompt: int, cached: int, start: int) -> None:
+    stream = make([1] * num_prompt)
+    assert unpack_tokens(stream.shared_prompt) == [1] * num_prompt
+    stream.skip_cached(cached)
+    assert stream.num_prompt_left == num_prompt - start
+    assert stream.next_chunk(num_prompt - start, StepId(1), 0.0).start == start
+    result = SliceResult(StreamId(1), pack_tokens([7]))
+    delivery = stream.apply(result, (), 0.0, 0.0)
+    assert delivery is not None
+    assert delivery.stats.num_cached_tokens == start
+
+
+def test_a_prompt_that_is_not_to_be_shared_is_not_told() -> None:
+    request = dataclasses.replace(make([1] * 40).request, prefix_cache=False)
+    assert Stream(StreamId(1), request, now=0.0).shared_prompt == b""
 
 
 def run(stream: Stream, max_drafts: int = 8) -> tuple[list[int], Delivery, FakeFleet]:

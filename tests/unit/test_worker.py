@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import pytest
 
 from langchain_pshard.core.bundle import FileEntry
+from langchain_pshard.core.codec import pack_tokens
 from langchain_pshard.core.errors import CapacityError
 from langchain_pshard.core.messages import (
     FETCH_CHUNK_BYTES,
@@ -31,7 +33,7 @@ from langchain_pshard.core.messages import (
 )
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Link
-from tests.support.fake_stages import make_identity, row, step
+from tests.support.fake_stages import VOCAB, make_identity, row, step
 from tests.support.worker_bench import ANN, BOB, CHAIN_TWO, ME, NEXT, Bench, ask_open, join, key, refusal, request
 from workers.instructions import CloseStream, Dial, HangUp, OpenStream, Reply, ReplyPiece, ReplyStatus
 from workers.membership import JOIN_TIMEOUT_S, LEASE_S, MAX_CLIENTS
@@ -206,7 +208,7 @@ def test_a_stream_is_admitted_on_every_stage_or_on_none() -> None:
     first = OpenStream(stage_idx=0, key=key(1), num_tokens=32, sampling=SamplingParams())
     second = OpenStream(stage_idx=1, key=key(1), num_tokens=32, sampling=SamplingParams())
     assert bench.hear(ask_open()) == [first]
-    assert bench.worker.opened(key(1), None) == [second]
+    assert bench.worker.opened(key(1), 0) == [second]
     assert bench.worker.opened(key(1), CapacityError("full")) == [
         CloseStream(stage_idx=0, key=key(1)),
         Reply(link=ANN, message=Refused(request=request(20), code="capacity", message="full")),
@@ -216,11 +218,32 @@ def test_a_stream_is_admitted_on_every_stage_or_on_none() -> None:
     assert [bench.worker.stage(idx).num_streams for idx in range(3)] == [1, 1, 1]
 
 
+def test_every_stage_tells_what_it_holds_of_a_prompt() -> None:
+    bench = Bench(2, (0, 1))
+    bench.join_alone([CHAIN_TWO[0]] * 2)
+    ask = msgspec.structs.replace(ask_open(num_tokens=70), prompt=pack_tokens(range(40)))
+    assert bench.hear(ask) == [OpenStream(stage_idx=0, key=key(1), num_tokens=70, sampling=SamplingParams(), prompt=ask.prompt)]
+    bench.worker.opened(key(1), 32)
+    assert bench.worker.opened(key(1), 0) == [Reply(link=ANN, message=Opened(request=request(20), cached=(32, 0)))]
+    assert [bench.worker.stage(idx).length(key(1)) for idx in (0, 1)] == [32, 0]
+    assert bench.hear(ask) == [Reply(link=ANN, message=Opened(request=request(20), cached=(32, 0)))]
+    assert refusal(bench.hear(msgspec.structs.replace(ask, prompt=b""))).code == "protocol"
+
+
+@pytest.mark.parametrize("prompt", [b"abc", pack_tokens([0] * 33), pack_tokens([0, VOCAB]), pack_tokens([0, -1])])
+def test_a_malformed_prompt_is_refused(prompt: bytes) -> None:
+    bench = Bench()
+    bench.join_via_next()
+    refused = refusal(bench.hear(msgspec.structs.replace(ask_open(num_tokens=32), prompt=prompt)))
+    assert refused.code == "protocol"
+    assert refused.message.startswith("malformed prompt of stream 1: ")
+
+
 def test_a_repeated_open_is_answered_again_unless_it_asks_for_something_else() -> None:
     bench = Bench()
     bench.join_via_next()
     bench.open(1)
-    assert bench.hear(ask_open(number=21)) == [Reply(link=ANN, message=Opened(request=request(21)))]
+    assert bench.hear(ask_open(number=21)) == [Reply(link=ANN, message=Opened(request=request(21), cached=(0,)))]
     assert refusal(bench.hear(ask_open(num_tokens=33))).code == "protocol"
 
 

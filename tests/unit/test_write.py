@@ -1,29 +1,33 @@
-"""A bundle appears whole or not at all."""
+"""A bundle appears whole or not at all, and its draft survives an interruption."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from export_tools.write import check_target, drafting
+from export_tools.draft import StageRecord, draft_key, open_draft, remove_stale_drafts
+from export_tools.write import check_target, recover_target
 from langchain_pshard.core.bundle import LayerSpan, Manifest, StageEntry, WeightMode, describe_file, load_manifest
 from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
+KEY = "0123456789abcdef"
 
-def manifest_of(folder: Path, name: str) -> Manifest:
-    (folder / "weights.bin").write_bytes(name.encode())
+
+def manifest_of(stages: tuple[StageEntry, ...], name: str) -> Manifest:
     return Manifest(
         format_version=1,
         model_name=name,
         architecture="llama",
-        num_layers=1,
+        num_layers=len(stages),
         hidden_size=1,
         vocab_size=1,
         context_length=1,
         num_kv_heads=1,
         head_dim=1,
-        attention_windows=(None,),
+        attention_windows=(None,) * len(stages),
         bos_token_id=None,
         eos_token_ids=(),
         weight_mode=WeightMode.FP32,
@@ -31,15 +35,24 @@ def manifest_of(folder: Path, name: str) -> Manifest:
         head_mode=WeightMode.FP32,
         group_size=None,
         activation_group_size=0,
-        stages=(StageEntry(span=LayerSpan(0, 1), files=(describe_file(folder, folder / "weights.bin"),)),),
+        stages=stages,
         tokenizer_files=(),
         exported_with={},
     ).sealed()
 
 
+def make_stage(draft: Any, stage_idx: int, name: str) -> StageEntry:
+    with draft.writing_stage(stage_idx) as folder:
+        (folder / "weights.bin").write_bytes(name.encode())
+    path = draft.bundle / f"stage-{stage_idx}" / "weights.bin"
+    entry = StageEntry(span=LayerSpan(stage_idx, stage_idx + 1), files=(describe_file(draft.bundle, path),))
+    draft.record(stage_idx, StageRecord(entry=entry), {"hidden": np.arange(stage_idx + 3)})
+    return entry
+
+
 def publish(target: Path, name: str) -> None:
-    with drafting(target) as draft:
-        draft.publish(manifest_of(draft.folder, name))
+    with open_draft(target, KEY) as draft:
+        draft.publish(manifest_of((make_stage(draft, 0, name),), name))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,28 +60,82 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_nothing_is_at_the_target_before_publication(tmp_path: Path) -> None:
-    target = tmp_path / "new parent" / "bündel"
-    with drafting(target) as draft:
-        manifest = manifest_of(draft.folder, "first")
+    target = tmp_path / "new parent" / "bündel [1]"
+    with open_draft(target, KEY) as draft:
+        manifest = manifest_of((make_stage(draft, 0, "first"),), "first")
         assert not target.exists()
         draft.publish(manifest)
     assert load_manifest(target) == manifest
-    assert [path.name for path in target.parent.iterdir()] == ["bündel"]
+    assert [path.name for path in target.parent.iterdir()] == ["bündel [1]"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failure_in_the_middle_leaves_the_target_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failure_before_the_first_stage_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     publish(tmp_path / "bundle", "first")
     before = contents(tmp_path)
 
     def fail() -> None:
-        with drafting(tmp_path / "bundle") as draft:
-            (draft.folder / "half").write_bytes(b"x")
+        with open_draft(tmp_path / "bundle", KEY) as draft, draft.writing_stage(0) as folder:
+            (folder / "half").write_bytes(b"x")
             raise error
 
     with pytest.raises(error):
         fail()
     assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_finished_stages_are_found_again_and_others_are_not(tmp_path: Path) -> None:
+    target = tmp_path / "bundle"
+
+    def interrupted() -> None:
+        with open_draft(target, KEY) as draft:
+            for stage_idx in (0, 1):
+                make_stage(draft, stage_idx, f"stage {stage_idx}")
+            with draft.writing_stage(2) as folder:
+                (folder / "half").write_bytes(b"x")
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not target.exists()
+    with open_draft(target, KEY) as draft:
+        found = draft.finished(0)
+        assert found is not None
+        assert found[0].entry.span == LayerSpan(0, 1)
+        assert found[1]["hidden"].tolist() == [0, 1, 2]
+        (draft.bundle / "stage-1" / "weights.bin").write_bytes(b"stage 2")  # damaged since
+        assert draft.finished(1) is None
+        assert draft.finished(2) is None
+        entries = (found[0].entry, make_stage(draft, 1, "again"), make_stage(draft, 2, "new"))
+        draft.publish(manifest_of(entries, "whole"))
+    assert contents(target).keys() == {"manifest.json", *(f"stage-{idx}/weights.bin" for idx in range(3))}
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_draft_in_use_is_neither_entered_nor_removed(tmp_path: Path) -> None:
+    target = tmp_path / "bundle"
+    with open_draft(target, KEY) as draft:
+        make_stage(draft, 0, "mine")
+        with pytest.raises(UsageError, match="another export"), open_draft(target, KEY):
+            pass
+        assert remove_stale_drafts(target, "another key") == 0
+        assert draft.finished(0) is not None
+
+
+def test_stale_drafts_of_this_target_alone_are_removed(tmp_path: Path) -> None:
+    for name in ("bundle", "bundle-2"):
+        with open_draft(tmp_path / name, KEY) as draft:
+            make_stage(draft, 0, "left")
+    assert remove_stale_drafts(tmp_path / "bundle", KEY) == 0
+    assert remove_stale_drafts(tmp_path / "bundle", "another key") > 0
+    assert [path.name for path in tmp_path.iterdir()] == [f".bundle-2.draft-{KEY}"]
+
+
+def test_the_key_depends_on_every_part() -> None:
+    keys = {draft_key(parts) for parts in ({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}, {})}
+    assert len(keys) == 4
+    assert draft_key({"b": 2, "a": 1}) == draft_key({"a": 1, "b": 2})
 
 
 def test_publication_replaces_a_bundle(tmp_path: Path) -> None:
@@ -80,18 +147,30 @@ def test_publication_replaces_a_bundle(tmp_path: Path) -> None:
 
 def test_the_old_bundle_comes_back_when_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(tmp_path / "bundle", "first")
-    before = contents(tmp_path)
+    before = contents(tmp_path / "bundle")
     rename = Path.rename
 
     def full_disk(source: Path, target: Path) -> Path:
-        if ".draft-" in source.name:
+        if source.name == "bundle" and ".draft-" in source.parent.name:
             raise OSError(28, "No space left on device", str(target))
         return rename(source, target)
 
     monkeypatch.setattr(Path, "rename", full_disk)
     with pytest.raises(UsageError, match="No space left on device"):
         publish(tmp_path / "bundle", "second")
-    assert contents(tmp_path) == before
+    assert contents(tmp_path / "bundle") == before
+
+
+@pytest.mark.parametrize("has_new", [False, True])
+def test_a_kill_between_the_two_renames_is_undone(tmp_path: Path, has_new: bool) -> None:
+    target = tmp_path / "bundle"
+    publish(target, "old")
+    target.rename(tmp_path / ".bundle.replaced")
+    if has_new:
+        publish(target, "new")
+    recover_target(target)
+    assert load_manifest(target).model_name == ("new" if has_new else "old")
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
 def test_targets_that_must_not_be_replaced(tmp_path: Path) -> None:

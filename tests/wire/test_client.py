@@ -1,4 +1,4 @@
-"""The client against real worker loops around a deterministic fake engine, over real sockets and over the in-memory network."""
+"""The client against real worker loops around a deterministic fake engine, over real sockets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,11 +23,9 @@ from langchain_pshard.core.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
-from langchain_pshard.core.messages import Message, MicroBatch, Pong, StepResult
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import FinishReason, GenerationParams
 from langchain_pshard.pipeline.options import ClientOptions
-from langchain_pshard.transport.memory import Fate, MemoryNetwork
 from tests.support.fake_fleet import FakeFleet, plain_tokens
 from tests.support.fake_stages import CONTEXT
 
@@ -352,6 +351,18 @@ def test_connect_refuses_what_is_no_chain(fleet: FakeFleet, tmp_path: Path) -> N
         PipelineClient.connect([fleet.addresses[0], fleet.addresses[0]])
     with pytest.raises(InvalidOptionError, match="no list of addresses"):
         PipelineClient.connect(fleet.addresses[0])
+    with pytest.raises(InvalidOptionError, match="no address"):
+        PipelineClient.connect([fleet.addresses[0], None])  # type: ignore[list-item]
+    with pytest.raises(InvalidOptionError, match="no valid host"):
+        PipelineClient.connect([fleet.addresses[0], "tcp://*:7000"])
+    with pytest.raises(InvalidOptionError, match="port 0"):
+        PipelineClient.connect([fleet.addresses[0], "tcp://127.0.0.1:0"])
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [None], ["a"], None, 7])
+def test_prompts_that_are_neither_text_nor_tokens_are_refused(fleet: FakeFleet, tmp_path: Path, prompt: Any) -> None:
+    with connect(fleet, tmp_path) as client, pytest.raises(InvalidOptionError, match="neither text nor a sequence of token ids"):
+        client.generate(prompt)
 
 
 def test_addresses_in_any_order_and_cache_is_used(fleet: FakeFleet, tmp_path: Path) -> None:
@@ -373,73 +384,3 @@ def test_cache_that_cannot_be_written_is_no_error(fleet: FakeFleet, tmp_path: Pa
     with PipelineClient.connect(fleet.addresses, options=ClientOptions(cache_dir=tmp_path / "file" / "cache")) as client:
         assert len(client.complete("HELLO", params(4)).token_ids) == 4
     assert "going on without it" in caplog.text
-
-
-# --- faults of the network, injected ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork()
-
-
-@pytest.fixture
-def memory_fleet(tmp_path: Path, network: MemoryNetwork) -> Iterator[FakeFleet]:
-    with FakeFleet(tmp_path, hub=network.hub) as fleet:
-        yield fleet
-
-
-def connect_memory(fleet: FakeFleet, network: MemoryNetwork, folder: Path, **options: object) -> PipelineClient:
-    chosen = ClientOptions(cache_dir=folder / "cache", **options)  # type: ignore[arg-type]
-    return PipelineClient.connect(fleet.addresses, options=chosen, hub_factory=network.hub, connect_timeout_s=5)
-
-
-def test_doubled_messages_change_nothing(memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path) -> None:
-    network.rule = lambda address, message: Fate.DOUBLE
-    with connect_memory(memory_fleet, network, tmp_path) as client:
-        assert list(client.complete(PROMPT, params(20)).token_ids) == plain_tokens(PROMPT, 2, 20, ignore_eos=True)
-    memory_fleet.wait_until_free()
-
-
-def test_lost_control_messages_are_repeated(memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path) -> None:
-    seen: set[tuple[str, str]] = set()
-
-    def drop_first_of_each(address: str, message: Message) -> Fate:
-        kind = (address, type(message).__name__)
-        if kind in seen or kind[1] not in ("Hello", "Welcome", "Join", "Joined", "Open", "Opened"):
-            return Fate.DELIVER
-        seen.add(kind)
-        return Fate.DROP
-
-    network.rule = drop_first_of_each
-    with PipelineClient.connect(
-        memory_fleet.addresses, options=ClientOptions(cache_dir=tmp_path / "cache"), hub_factory=network.hub, connect_timeout_s=20
-    ) as client:
-        assert list(client.complete(PROMPT, params(6)).token_ids) == plain_tokens(PROMPT, 2, 6, ignore_eos=True)
-    assert len(seen) == 12
-
-
-def test_lost_step_ends_in_a_deadline(memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path) -> None:
-    with connect_memory(memory_fleet, network, tmp_path, step_timeout_s=0.4) as client:
-        network.rule = lambda address, message: Fate.DROP if isinstance(message, MicroBatch) else Fate.DELIVER
-        with pytest.raises(DeadlineError, match="a step brought no answer"):
-            client.complete(PROMPT, params(6))
-        network.rule = lambda address, message: Fate.DELIVER
-        assert list(client.complete(PROMPT, params(6)).token_ids) == plain_tokens(PROMPT, 2, 6, ignore_eos=True)
-
-
-def test_hung_worker_is_lost_after_the_liveness_timeout_and_its_late_answers_count_for_nothing(
-    memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path
-) -> None:
-    hung = memory_fleet.addresses[1]
-    with connect_memory(memory_fleet, network, tmp_path, liveness_timeout_s=0.8, ping_interval_s=0.2) as client:
-        chunks = client.generate(PROMPT, params(400))
-        next(chunks)
-        network.rule = lambda address, message: Fate.HOLD if address == hung and isinstance(message, StepResult | Pong) else Fate.DELIVER
-        with pytest.raises(WorkerLostError, match=f"{hung} \\(stage 1\\) is lost: it has not answered"):
-            list(chunks)
-        network.rule = lambda address, message: Fate.DELIVER
-        later = client.generate(PROMPT, params(20))
-        network.release()
-        assert [token for chunk in later for token in chunk.token_ids] == plain_tokens(PROMPT, 2, 20, ignore_eos=True)
-    memory_fleet.wait_until_free()

@@ -56,6 +56,16 @@ def test_tensors_small_and_large(hub: ZmqHub, peer: ZmqHub, num_tokens: int) -> 
     np.testing.assert_array_equal(event.tensor, hidden)
 
 
+def test_names_stand_for_ipv4(hub: ZmqHub, peer: ZmqHub) -> None:
+    port = hub.listen("tcp://127.0.0.1:0").rpartition(":")[2]
+    assert peer.send(peer.dial(f"tcp://localhost:{port}"), Ping(request=RequestId(1)))
+    assert isinstance(next_event(hub), Arrived)
+    with pytest.raises(AddressInUseError, match=r"127\.0\.0\.1:.* choose another port"), ZmqHub() as other:
+        other.listen(f"tcp://127.0.0.1:{port}")
+    with pytest.raises(AddressInUseError, match="no such address; choose one of its own"), ZmqHub() as other:
+        other.listen("tcp://192.0.2.1:0")  # of the documentation, nobody's
+
+
 def test_ipv6_loopback(hub: ZmqHub, peer: ZmqHub) -> None:
     address = hub.listen("tcp://[::1]:0")
     assert address.startswith("tcp://[::1]:")

@@ -53,6 +53,7 @@ class StageModel:
     windows: tuple[int | None, ...]
     """Attention window of each layer of this stage."""
     kv_memory_bytes: int
+    has_prefix_cache: bool
 
     def empty_output(self, num_rows: int) -> tuple[npt.NDArray[Any], Any]:
         """Memory for the output of a step, [num_rows, vocab or hidden], and its type."""

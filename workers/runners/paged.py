@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
-from langchain_pshard.core.messages import Numerics
+from langchain_pshard.core.messages import Numerics, SliceKind
 from workers.blocks import BLOCK_TOKENS, BlockPool
 from workers.runners.engine import (
     OV_TYPES,
@@ -30,7 +31,7 @@ from workers.runners.engine import (
     share,
 )
 from workers.runners.layout import Layout, lay_out
-from workers.runners.runner import Logits, RunSlice, StreamKey
+from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 _WINDOW_INPUT = 10
 """Which input of PagedAttentionExtension is the sliding window, a scalar; 0 means none."""
@@ -57,8 +58,8 @@ class PagedRunner:
         self._inputs = input_indices(self._compiled)
         self._layout: Layout | None = None  # of the last step, while the request still reads its arrays
         self._pool, self._caches = _allocate(stage, self._compiled)
-        for idx, cache in self._caches.items():
-            self._request.set_input_tensor(idx, cache)
+        for idx, (array, element_type) in self._caches.items():
+            self._request.set_input_tensor(idx, share(array, element_type))
 
     @property
     def numerics(self) -> Numerics:
@@ -77,14 +78,17 @@ class PagedRunner:
     def kv_used_tokens(self) -> int:
         return self._pool.used_tokens
 
-    def open(self, key: StreamKey, num_tokens: int) -> None:
-        self._pool.take(key, num_tokens)
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
+        return self._pool.take(key, num_tokens, prompt if self._stage.has_prefix_cache else NO_TOKENS)
 
     def close_stream(self, key: StreamKey) -> None:
         self._pool.release(key)
 
     def run(self, slices: Sequence[RunSlice], hidden: Tensor | None) -> Tensor | Logits:
         assert (hidden is None) == self._stage.is_first, "the first stage embeds tokens, the others take hidden states"
+        for piece in slices:
+            for source, target in self._pool.begin_write(piece.key, piece.start, len(piece.tokens)):
+                self._copy_block(source, target)
         tables = [self._pool.table(piece.key) for piece in slices]
         layout = self._layout
         inputs = [] if hidden is None else [self._hidden_port(hidden)]
@@ -92,13 +96,18 @@ class PagedRunner:
             self._layout = None  # until every input is set: a failure in between must not leave half of them behind
             layout = lay_out(slices, tables)
             inputs += self._layout_ports(layout)
-        for piece, table in zip(slices, tables, strict=True):
-            table.advance(piece.start, len(piece.tokens))
         num_rows = max(1, len(layout.sampled_rows)) if self._stage.is_last else len(layout.tokens)
         output, element_type = self._stage.empty_output(num_rows)
         infer(self._request, inputs, Port(0, output[:, None], element_type), self._stage.stage_name)
         self._layout = layout
+        for piece in slices:
+            if piece.kind is SliceKind.PREFILL:
+                self._pool.wrote_prompt(piece.key, piece.start, piece.tokens)
         return output[: len(layout.sampled_rows)] if self._stage.is_last else output
+
+    def _copy_block(self, source: int, target: int) -> None:
+        for array, _ in self._caches.values():
+            array[target] = array[source]
 
     def _hidden_port(self, hidden: Tensor) -> Port:
         boundary = self._stage.numerics.boundary
@@ -154,8 +163,11 @@ def _set_windows(model: Any, stage: StageModel) -> None:
         node.input(_WINDOW_INPUT).replace_source_output(opset13.constant(window or 0, dtype=np.int32).output(0))
 
 
-def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, Any]]:
-    """The pool and its cache tensors by input index; shapes and types are the compiled model's (u8 pads them for its scales)."""
+def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, tuple[npt.NDArray[Any], Any]]]:
+    """The pool, and by input index its caches, [blocks, ...], with their types.
+
+    Shapes and types are those of the compiled model (u8 pads them for its scales).
+    """
     ports = {
         idx: (port.get_element_type(), [dim.get_length() for dim in list(port.get_partial_shape())[1:]])
         for idx, port in enumerate(compiled.inputs)
@@ -170,8 +182,7 @@ def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, An
         )
     check_memory(num_blocks * block_bytes, stage)
     caches = {
-        idx: share(np.zeros([num_blocks, *dims], dtype=_STORAGE[element_type.size]), element_type)
-        for idx, (element_type, dims) in ports.items()
+        idx: (np.zeros([num_blocks, *dims], dtype=_STORAGE[element_type.size]), element_type) for idx, (element_type, dims) in ports.items()
     }
     return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes), caches
 

@@ -13,6 +13,7 @@ from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.messages import ClientId, Numerics, SliceKind, StreamId
 
 TokenArray = npt.NDArray[np.int32]
+NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 Logits = npt.NDArray[np.float32]
 
 
@@ -56,8 +57,17 @@ class Runner(Protocol):
     def kv_used_tokens(self) -> int:
         """KV positions set aside for open streams."""
 
-    def open(self, key: StreamKey, num_tokens: int) -> None:
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
         """Set aside KV for `num_tokens` positions.
+
+        Args:
+            key: a stream that is not open.
+            num_tokens: positions of prompt and output.
+            prompt: the tokens that the stream will prefill first, at most `num_tokens`; empty when it must share nothing with others.
+
+        Returns:
+            How many leading positions of the prompt the stream holds already, because another one computed the same; it may rewind them
+            like any others.
 
         Raises:
             CapacityError: not so much is free; the message has needed, free and total positions.
@@ -79,6 +89,8 @@ class Runner(Protocol):
 
         Raises:
             InferenceError: the engine failed; the state of the slices' streams is undefined from their start on.
+            CapacityError: a slice goes back into positions that other streams share by now, and there is no room for a copy. Nothing was
+                computed.
         """
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from workers.runners.engine import (
     input_indices,
     share,
 )
-from workers.runners.runner import Logits, RunSlice, StreamKey
+from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 Int64s = npt.NDArray[np.int64]
 
@@ -152,7 +152,8 @@ class StatefulRunner:
     def kv_used_tokens(self) -> int:
         return sum(stream.slot_map.num_reserved for stream in self._streams.values())
 
-    def open(self, key: StreamKey, num_tokens: int) -> None:
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
+        del prompt  # streams share nothing here
         assert key not in self._streams, f"{key} is open already"
         free = self._capacity - self.kv_used_tokens
         if num_tokens > free:
@@ -161,6 +162,7 @@ class StatefulRunner:
                 " wait for other streams to end, ask for fewer tokens, or raise --kv-memory"
             )
         self._streams[key] = _Stream(request=self._compiled.create_infer_request(), slot_map=SlotMap(num_reserved=num_tokens))
+        return 0
 
     def _size(self, num_tokens: int) -> str:
         return f"{num_tokens} positions ({num_tokens * self._token_bytes / 2**20:.1f} MiB)"

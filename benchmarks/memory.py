@@ -1,0 +1,75 @@
+"""What sixteen streams take in memory beyond their KV, against one: all share one compiled model."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.bundles import demo_bundle
+from benchmarks.chains import RunningChain, random_prompt, settings_of, start_chain, two_cores
+from benchmarks.report import Figure, Report, Samples
+from langchain_pshard.core.bundle import Manifest, WeightMode
+from langchain_pshard.pipeline.generation import GenerationParams
+
+TARGET_RATIO = 1.10
+LAYERS = (16, 2)
+NUM_STREAMS = 16
+NUM_PROMPT_TOKENS = 512
+NUM_TOKENS = 64
+_BYTES_PER_VALUE = 2  # f16
+_PARAMS = GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def kv_bytes(manifest: Manifest, num_positions: int) -> int:
+    """KV of so many positions over all layers."""
+    return num_positions * manifest.num_layers * 2 * manifest.num_kv_heads * manifest.head_dim * _BYTES_PER_VALUE
+
+
+def _resident_bytes(chain: RunningChain) -> int:
+    return sum(psutil.Process(worker.process.pid).memory_info().rss for worker in chain.workers)
+
+
+def _run_streams(chain: RunningChain, num_streams: int) -> int:
+    """Run streams with prompts of their own side by side; the most memory that the workers had together, looked at with every token."""
+    peak = 0
+
+    def generate(seed: int) -> None:
+        nonlocal peak
+        for _ in chain.client.generate(random_prompt(chain.client, NUM_PROMPT_TOKENS, seed), _PARAMS):
+            if seed == 0:
+                peak = max(peak, _resident_bytes(chain))
+
+    with ThreadPoolExecutor(num_streams) as pool:
+        list(pool.map(generate, range(num_streams)))
+    return max(peak, _resident_bytes(chain))
+
+
+def run(console: Console) -> Report:
+    """Resident memory of the workers with 16 streams, less the KV of 15, against 1 stream (ratio).
+
+    Raises:
+        InvalidOptionError: this machine lends us a single core.
+    """
+    with Progress(console=console) as progress, contextlib.ExitStack() as stack:
+        measuring = progress.add_task("1 and 16 streams", total=2)
+        # Without the cache of prompts: blocks that no stream uses any more would count for the streams that do.
+        chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=LAYERS), two_cores(), options=["--no-prefix-cache"])
+        one = _run_streams(chain, 1)
+        progress.advance(measuring)
+        many = _run_streams(chain, NUM_STREAMS)
+        progress.advance(measuring)
+        kv = kv_bytes(chain.client.manifest, (NUM_STREAMS - 1) * (NUM_PROMPT_TOKENS + NUM_TOKENS))
+    return Report(
+        bench="memory",
+        question="resident memory of 16 streams without the KV of 15, against that of 1",
+        figures=(Figure(key="ratio", value=(many - kv) / one, at_most=TARGET_RATIO),),
+        samples=tuple(
+            Samples(name=name, unit="MiB", values=(value / 2**20,))
+            for name, value in (("1 stream", one), (f"{NUM_STREAMS} streams", many), ("KV of 15 streams", kv))
+        ),
+        settings=settings_of(LAYERS, prompt_tokens=NUM_PROMPT_TOKENS, tokens=NUM_TOKENS, measured="both workers together"),
+    )

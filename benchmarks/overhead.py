@@ -1,0 +1,80 @@
+"""What a step costs beside its inferences, per hop: client to first worker, worker to worker, last worker to client.
+
+The client's own hub takes the times. A step's whole turn goes from the arrival of one result to the arrival of the next, so that the
+client's own work is in it; the time that the stages report as spent computing is taken off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.bundles import demo_bundle
+from benchmarks.chains import PROMPT, settings_of, start_chain, two_cores
+from benchmarks.report import Figure, Report, Samples
+from langchain_pshard.core.bundle import WeightMode
+from langchain_pshard.core.messages import StepResult
+from langchain_pshard.pipeline.generation import GenerationParams
+from langchain_pshard.transport.hub import Arrived, Event
+from langchain_pshard.transport.zeromq import ZmqHub
+
+TARGET_MS = 0.30
+LAYERS = (16, 2)
+NUM_TOKENS = 512
+NUM_HOPS = len(LAYERS) + 1
+
+
+class TimedHub(ZmqHub):
+    """Notes when each step's result arrived, in seconds, and how long its stages computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[tuple[float, float]] = []
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        events = super().poll(timeout_s)
+        for event in events:
+            if isinstance(event, Arrived) and isinstance(event.message, StepResult):
+                compute_s = sum(timing.compute_us for timing in event.message.timings) / 1e6
+                self.results.append((time.perf_counter(), compute_s))
+        return events
+
+
+def overheads_ms(results: list[tuple[float, float]]) -> tuple[float, ...]:
+    """Per step after the first, its turn without its compute time."""
+    arrivals = [arrived for arrived, _ in results]
+    return tuple(1e3 * (arrivals[idx] - arrivals[idx - 1] - results[idx][1]) for idx in range(1, len(results)))
+
+
+def run(console: Console) -> Report:
+    """Time of a decode step beyond the stages' compute, per hop (p50 in ms).
+
+    Raises:
+        InvalidOptionError: this machine lends us a single core.
+    """
+    cores = two_cores()
+    hubs: list[TimedHub] = []
+
+    def make_hub() -> TimedHub:
+        hubs.append(TimedHub())
+        return hubs[-1]
+
+    with Progress(console=console) as progress, contextlib.ExitStack() as stack:
+        measuring = progress.add_task(f"{NUM_TOKENS} tokens", total=NUM_TOKENS)
+        chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=LAYERS), cores, hub_factory=make_hub)
+        hubs[0].results.clear()
+        for chunk in chain.client.generate(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True)):
+            progress.advance(measuring, len(chunk.token_ids))
+    per_step = Samples(name="step beyond compute", unit="ms", values=overheads_ms(hubs[0].results[1:]))
+    per_hop = Samples(name="per hop", unit="ms", values=tuple(value / NUM_HOPS for value in per_step.values))
+    compute = Samples(name="compute of both stages", unit="ms", values=tuple(1e3 * value for _, value in hubs[0].results[1:]))
+    return Report(
+        bench="overhead",
+        question="what a step costs beyond its inferences",
+        figures=(Figure(key="p50_ms", value=per_hop.median, at_most=TARGET_MS), Figure(key="p50_step_ms", value=per_step.median)),
+        samples=(per_hop, per_step, compute),
+        settings=settings_of(LAYERS, users=1, tokens=NUM_TOKENS, hops="client to first, first to last, last to client"),
+    )

@@ -1,0 +1,86 @@
+"""Pure: what an export needs of memory and disk, and the refusal where there is less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from export_tools.compress import WeightModes
+from export_tools.weights import FLOAT_BYTES, WeightSizes
+from langchain_pshard.core.bundle import LayerSpan
+from langchain_pshard.core.errors import UsageError
+
+LIBRARIES_BYTES = 1536 << 20
+"""What the bound on peak memory grants beside the weights: torch, transformers, nncf and OpenVINO, tokenizer and graphs."""
+_WORKING_BYTES = 700 << 20
+"""What they take beyond what is loaded already when the check is made."""
+_WORKING_FACTOR = 1.5
+"""Of a stage's float weights: the weights, and copies of a few matrices while they are compressed."""
+_SMALL_FILES_BYTES = 48 << 20  # tokenizer, graphs without weights, records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Bytes that an export needs."""
+
+    memory: int
+    disk: int
+    heaviest_stage: int
+
+
+def memory_bound(sizes: WeightSizes, spans: Sequence[LayerSpan]) -> int:
+    """The bytes an export never exceeds: twice the float weights of the largest stage, and the libraries."""
+    return 2 * _heaviest(sizes, spans)[0] + LIBRARIES_BYTES
+
+
+def needs(sizes: WeightSizes, spans: Sequence[LayerSpan], modes: WeightModes) -> Needs:
+    """What an export of these spans needs."""
+    heaviest_bytes, heaviest_stage = _heaviest(sizes, spans)
+    parts = modes.part_bytes(sum(sizes.layers), modes.layers) + modes.part_bytes(sizes.embedding, modes.embedding)
+    shares_end = sizes.is_tied and len(spans) == 1 and modes.embedding is modes.head
+    parts += 0 if shares_end else modes.part_bytes(sizes.head, modes.head)
+    return Needs(
+        memory=int(heaviest_bytes * _WORKING_FACTOR) + _WORKING_BYTES,
+        disk=int(parts * 1.02) + _SMALL_FILES_BYTES,
+        heaviest_stage=heaviest_stage,
+    )
+
+
+def check_memory(needed: Needs, available_bytes: int, *, num_stages: int, num_layers: int) -> None:
+    """Refuse before any work what memory will not hold.
+
+    Raises:
+        UsageError: with needed and available figures.
+    """
+    if needed.memory <= available_bytes:
+        return
+    remedy = "cut the model into more stages" if num_stages < num_layers else "use a machine with more memory"
+    raise UsageError(
+        f"not enough memory: stage {needed.heaviest_stage} of {num_stages} needs {gib(needed.memory)}, {gib(available_bytes)} is"
+        f" available, {gib(needed.memory - available_bytes)} short: {remedy}, or close other programs"
+    )
+
+
+def check_disk(needed: Needs, free_bytes: int, *, written_bytes: int, folder: str) -> None:
+    """Refuse before any work what the disk will not hold; `written_bytes` are there already from an interrupted export.
+
+    Raises:
+        UsageError: with needed and available figures.
+    """
+    wanted = needed.disk - written_bytes
+    if wanted > free_bytes:
+        raise UsageError(
+            f"not enough disk: the bundle needs {gib(wanted)} in {folder}, {gib(free_bytes)} is free, {gib(wanted - free_bytes)} short:"
+            " free some space there or choose another path"
+        )
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for a person."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _heaviest(sizes: WeightSizes, spans: Sequence[LayerSpan]) -> tuple[int, int]:
+    """Float bytes of the largest stage, and which it is."""
+    weights = [sizes.span_numbers(span) * FLOAT_BYTES for span in spans]
+    return max(weights), weights.index(max(weights))

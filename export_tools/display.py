@@ -1,0 +1,171 @@
+"""How an export shows: bars and a closing summary for a person, JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichBars
+from rich.text import Text
+
+from langchain_pshard.core.bundle import Manifest
+
+_JSON_INTERVAL_S = 1.0
+
+
+class RichProgress:
+    """`export_tools.progress.Progress` on rich bars; from `rich_progress`."""
+
+    def __init__(self, bars: RichBars) -> None:
+        self._bars = bars
+
+    @contextmanager
+    def task(self, description: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """See `Progress.task`; on success the task stays as a finished line."""
+        task_id = self._bars.add_task(description, total=total, counts_bytes=total is not None)
+        yield lambda amount: self._bars.advance(task_id, amount)
+        if total is None:
+            self._bars.update(task_id, total=1, completed=1)
+        else:
+            self._bars.update(task_id, completed=total)
+
+    def note(self, text: str) -> None:
+        """See `Progress.note`."""
+        self._bars.console.print(text, highlight=False)
+
+
+class _BytesColumn(ProgressColumn):
+    """Bytes done and to do, rate and time left, for tasks that count bytes."""
+
+    def render(self, task: Task) -> Text:
+        """See `ProgressColumn.render`."""
+        if not task.fields.get("counts_bytes") or task.total is None:
+            return Text("")
+        parts = [f"{decimal(int(task.completed))} of {decimal(int(task.total))}"]
+        speed = task.finished_speed or task.speed
+        if speed:
+            parts.append(f"{decimal(int(speed))}/s")
+        if task.time_remaining and not task.finished:
+            parts.append(f"{task.time_remaining:.0f} s left")
+        return Text(", ".join(parts))
+
+
+@contextmanager
+def rich_progress(console: Console) -> Iterator[RichProgress]:
+    """Bars on `console` for the length of the block."""
+    columns = (SpinnerColumn(finished_text="[green]done[/]"), TextColumn("{task.description}"), BarColumn(bar_width=20))
+    with RichBars(*columns, _BytesColumn(), TimeElapsedColumn(), console=console) as bars:
+        yield RichProgress(bars)
+
+
+class JsonProgress:
+    """`export_tools.progress.Progress` as one JSON object a line: begin, at most once a second how far, end."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+
+    @contextmanager
+    def task(self, description: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """See `Progress.task`."""
+        started = last = self._clock()
+        done = 0
+        self._write(event="begin", task=description, total_bytes=total)
+
+        def advance(amount: int) -> None:
+            nonlocal done, last
+            done += amount
+            now = self._clock()
+            if now - last < _JSON_INTERVAL_S or total is None:
+                return
+            last = now
+            rate = done / (now - started)
+            left_s = (total - done) / rate if rate else None
+            self._write(event="progress", task=description, done_bytes=done, total_bytes=total, bytes_per_s=rate, left_s=left_s)
+
+        yield advance
+        self._write(event="end", task=description, elapsed_s=self._clock() - started)
+
+    def note(self, text: str) -> None:
+        """See `Progress.note`."""
+        self._write(event="note", text=text)
+
+    def _write(self, **fields: Any) -> None:
+        self._stream.write(json.dumps(fields) + "\n")
+        self._stream.flush()
+
+
+def worker_lines(manifest: Manifest, bundle: Path) -> list[str]:
+    """The commands that start the bundle's workers."""
+    quoted = f'"{bundle}"' if " " in str(bundle) else str(bundle)
+    return [f"pshard-worker {quoted} --stage {idx}" for idx in range(manifest.num_stages)]
+
+
+def summary(manifest: Manifest, bundle: Path) -> str:
+    """What was made, how well it agrees with the model, and the lines that start its workers."""
+    mode = manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "")
+    what = f"{manifest.model_name} ({manifest.architecture}, {mode})"
+    lines = [f"{what} in {_count(manifest.num_stages, 'stage')}, fingerprint {manifest.fingerprint[:12]}"]
+    lines += [
+        f"  stage {idx}: layers {stage.span}, {stage.num_bytes / 2**20:.1f} MiB"
+        + (f", {stage.cost.decode_ms:.2f} ms a token here" if stage.cost else "")
+        for idx, stage in enumerate(manifest.stages)
+    ]
+    if manifest.costs is None:
+        lines.append("  costs were not measured: a cut that was not given balances weight bytes")
+    lines += ["", _verification(manifest)]
+    options = "" if "paged" in manifest.runners else f" --runner {manifest.runners[0]}"
+    if options:
+        lines += [f"The attention of {manifest.architecture} has no paged form: its workers use the {manifest.runners[0]} runner."]
+    lines += ["", "Start one worker for each stage, on this or any machine that has the folder:"]
+    lines += [f"  {line}{options}" for line in worker_lines(manifest, bundle)]
+    return "\n".join(lines)
+
+
+def as_json(manifest: Manifest, bundle: Path) -> str:
+    """The same for a program: one JSON object."""
+    stages = [
+        {
+            "span": [stage.span.start, stage.span.end],
+            "num_bytes": stage.num_bytes,
+            "decode_ms": stage.cost.decode_ms if stage.cost else None,
+            "worker": worker,
+        }
+        for stage, worker in zip(manifest.stages, worker_lines(manifest, bundle), strict=True)
+    ]
+    document = {
+        "bundle": str(bundle),
+        "fingerprint": manifest.fingerprint,
+        "model_name": manifest.model_name,
+        "architecture": manifest.architecture,
+        "weights": manifest.weight_mode.value,
+        "embedding": manifest.embedding_mode.value,
+        "head": manifest.head_mode.value,
+        "runners": list(manifest.runners),
+        "stages": stages,
+        "verification": msgspec.to_builtins(manifest.verification),
+    }
+    return json.dumps(document, indent=1)
+
+
+def _verification(manifest: Manifest) -> str:
+    found = manifest.verification
+    if found is None:
+        return "Not verified against the unsplit model (--no-verify)."
+    return (
+        f"Against the unsplit model over {found.num_tokens} tokens: the same most likely token in {found.token_agreement:.1%},"
+        f" largest logit difference {found.max_logit_difference:.2g} (logits reach {found.largest_logit:.3g}),"
+        f" perplexity {found.perplexity_before:.4g} before, {found.perplexity_after:.4g} after."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

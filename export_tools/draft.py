@@ -1,0 +1,178 @@
+"""The folder in which a bundle grows, and from which an interrupted export goes on.
+
+`.NAME.draft-KEY/` lies beside the target NAME; KEY is a hash over the source and everything that shapes the bundle, so that a draft is
+only ever continued by the same export. Inside:
+
+```
+bundle/     what becomes the target: stages, tokenizer, at the very end the manifest
+stage-0.json, stage-0.npz, ..    one record for each finished stage: its files with their hashes, and what verification carries on
+lock        held by the running export; the system lets go of it when the process dies
+```
+
+A stage is written under another name, flushed, renamed, and only then recorded; the manifest is written when all stages are there, and the
+rename onto the target comes last. So a kill at any time leaves either no record or a whole stage, and never something that loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from export_tools.write import disk_errors, flush_tree, replace_folder, write_flushed
+from langchain_pshard.core.bundle import MANIFEST_NAME, Manifest, StageEntry, Verification, stage_dir, verify_files
+from langchain_pshard.core.errors import BundleError, UsageError
+
+_BUNDLE, _LOCK = "bundle", "lock"
+_PARTIAL = ".partial"
+
+
+class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a finished stage."""
+
+    entry: StageEntry
+    verification: Verification | None = None
+    """Of the whole bundle; known behind the last stage."""
+
+
+def draft_key(parts: Mapping[str, Any]) -> str:
+    """Sixteen hexadecimal digits over everything that shapes a bundle; `parts` must be JSON."""
+    canonical = json.dumps(parts, sort_keys=True, default=str).encode()
+    return hashlib.sha256(canonical).hexdigest()[:16]
+
+
+class Draft:
+    """An open draft; from `open_draft`."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.folder = folder
+        self.bundle = folder / _BUNDLE
+        self._target = target
+        self.is_published = False
+
+    def finished(self, stage_idx: int) -> tuple[StageRecord, dict[str, NDArray[Any]]] | None:
+        """The record of a stage that is there and whole; None when it has to be made."""
+        path = self._record(stage_idx)
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=StageRecord)
+            verify_files(self.bundle, record.entry.files)
+            with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
+                return record, dict(arrays)
+        except (FileNotFoundError, BundleError, msgspec.DecodeError, ValueError):
+            return None  # killed before it was whole, or damaged since: made again
+
+    @contextlib.contextmanager
+    def writing_stage(self, stage_idx: int) -> Iterator[Path]:
+        """A folder for the files of a stage, which becomes the stage at the end of the block."""
+        folder = self.bundle / stage_dir(stage_idx)
+        partial = folder.with_name(folder.name + _PARTIAL)
+        for leftover in (folder, partial):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
+        yield partial
+        flush_tree(partial)
+        partial.rename(folder)
+
+    def record(self, stage_idx: int, record: StageRecord, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Note that a stage is finished; the arrays go with it."""
+        path = self._record(stage_idx)
+        partial = path.with_suffix(f".npz{_PARTIAL}")
+        with partial.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub takes the names for its own options
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path.with_suffix(".npz"))
+        write_flushed(path, msgspec.json.encode(record))
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest, flush everything, and put the bundle in the target's place."""
+        for leftover in self.bundle.glob(f"*{_PARTIAL}"):
+            shutil.rmtree(leftover)
+        flush_tree(self.bundle)
+        write_flushed(self.bundle / MANIFEST_NAME, manifest.to_json())
+        replace_folder(self.bundle, self._target)
+        self.is_published = True
+
+    @property
+    def has_finished_stages(self) -> bool:
+        return any(self.folder.glob("stage-*.json"))
+
+    def _record(self, stage_idx: int) -> Path:
+        return self.folder / f"{stage_dir(stage_idx)}.json"
+
+
+@contextlib.contextmanager
+def open_draft(target: Path, key: str) -> Iterator[Draft]:
+    """The draft of `target` under `key`, new or as an interrupted export left it.
+
+    It is removed once published, and when the block ends before any stage was finished. Otherwise it stays, so that the same call goes on
+    from there.
+
+    Raises:
+        UsageError: another export of the same bundle is running, the disk is full, or the target's folder cannot be written.
+    """
+    folder = target.parent / f".{target.name}.draft-{key}"
+    draft = Draft(folder, target)
+    with disk_errors(target):
+        draft.bundle.mkdir(parents=True, exist_ok=True)
+        with (folder / _LOCK).open("ab") as lock:
+            if not _try_lock(lock):
+                raise UsageError(f"another export to {target} with the same options is running: wait for it, or end it")
+            for leftover in draft.bundle.glob(f"{MANIFEST_NAME}*"):  # killed before the last rename; the stages are checked again
+                leftover.unlink()
+            try:
+                yield draft
+            finally:
+                keeps = not draft.is_published and draft.has_finished_stages
+                lock.close()  # no system but POSIX removes a folder with an open file
+                if not keeps:
+                    shutil.rmtree(folder)
+
+
+def remove_stale_drafts(target: Path, key: str) -> int:
+    """Remove drafts of `target` that other options or another source left behind and no running export holds; returns their bytes."""
+    num_bytes = 0
+    for folder in target.parent.glob(f".{_escaped(target.name)}.draft-*"):
+        if folder.name.endswith(key) or not folder.is_dir():
+            continue
+        with (folder / _LOCK).open("ab") as lock:
+            is_free = _try_lock(lock)
+        if is_free:
+            num_bytes += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            shutil.rmtree(folder)
+    return num_bytes
+
+
+def _escaped(name: str) -> str:
+    """The name as a glob pattern that matches only itself."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    """Lock an open file until it is closed; False when another process, or another handle, holds it."""
+    if os.name == "nt":
+        import msvcrt
+
+        try:
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        except OSError:
+            return False
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""One call of the chat model: all that is decided before its first token, and the loop over its pieces, for threads and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass
+
+from langchain_core.messages import BaseMessage
+
+from langchain_pshard.call_options import CallOptions
+from langchain_pshard.connection import Connection
+from langchain_pshard.constraints import Constraint, constraint_of
+from langchain_pshard.core.errors import DeadlineError, PShardError
+from langchain_pshard.failures import as_langchain
+from langchain_pshard.pipeline.generation import GenerationChunk, GenerationParams
+from langchain_pshard.prompt import Prompt, Prompter
+from langchain_pshard.reply import Reply
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call, ready for the pipeline."""
+
+    connection: Connection
+    prompt: list[int]
+    params: GenerationParams
+    reply: Reply
+    max_retries: int
+
+
+def constraint(options: CallOptions, prompter: Prompter) -> Constraint:
+    """How the options bind the answer of this model."""
+    return constraint_of(
+        tools=options.tools or (),
+        tool_choice=options.tool_choice,
+        response_format=options.response_format,
+        form=prompter.tool_format,
+        is_parallel=options.parallel_tool_calls is not False,
+    )
+
+
+def prompt_of(prompter: Prompter, messages: Sequence[BaseMessage], bound: Constraint) -> Prompt:
+    """The prompt that asks for an answer so bound."""
+    return prompter.prompt(messages, tools=bound.tools, lead_in=bound.lead_in, skips_reasoning=bound.grammar is not None)
+
+
+def prepare(connection: Connection, messages: Sequence[BaseMessage], options: CallOptions, model_name: str | None) -> Call:
+    """
+    Raises:
+        InvalidOptionError, GrammarError, TemplateError: the call cannot be made like this.
+    """
+    prompter = connection.prompter
+    bound = constraint(options, prompter)
+    prompt = prompt_of(prompter, messages, bound)
+    plan = bound.plan if prompt.open_reasoning is None else bound.plan.within(prompt.open_reasoning)
+    params = options.generation_params(
+        template_stop=() if bound.grammar else prompter.stop,  # such a text ends by itself
+        grammar=bound.grammar,
+        marks=plan.marks,
+    )
+    reply = Reply(
+        model_name=model_name or connection.client.manifest.model_name,
+        sampling=params.sampling,
+        strips_start=prompter.is_default,
+        tokenizer=connection.client.tokenizer,
+        plan=plan,
+    )
+    return Call(connection=connection, prompt=prompt.token_ids, params=params, reply=reply, max_retries=options.max_retries)
+
+
+def pieces(call: Call) -> Generator[GenerationChunk, None, None]:
+    """What the fleet generates, tried again where that is allowed. Closing it stops the work."""
+    num_left = call.max_retries
+    while True:
+        has_begun = False
+        try:
+            with closing(call.connection.client.generate(call.prompt, call.params)) as generated:
+                for piece in generated:
+                    has_begun = True
+                    yield piece
+            return
+        except PShardError as error:
+            num_left = _retries_left(error, num_left, has_begun=has_begun)
+            call.connection.mend()
+
+
+async def apieces(call: Call) -> AsyncGenerator[GenerationChunk, None]:
+    """`pieces` for event loops."""
+    num_left = call.max_retries
+    while True:
+        has_begun = False
+        try:
+            async with aclosing(call.connection.client.agenerate(call.prompt, call.params)) as generated:
+                async for piece in generated:
+                    has_begun = True
+                    yield piece
+            return
+        except PShardError as error:
+            num_left = _retries_left(error, num_left, has_begun=has_begun)
+            await asyncio.to_thread(call.connection.mend)
+
+
+def _retries_left(error: PShardError, num_left: int, *, has_begun: bool) -> int:
+    """How many retries remain after this one; raises the error when there is to be none."""
+    # Delivered text cannot be taken back, and a deadline is for the call as a whole.
+    if num_left == 0 or has_begun or not error.is_retryable or isinstance(error, DeadlineError):
+        twin = as_langchain(error)
+        raise twin from (None if twin is error else error)
+    _log.warning("trying again after a fault of the fleet: %s", error)
+    return num_left - 1

@@ -1,0 +1,193 @@
+"""The prefix cache on real engines and workers: with it and without it every stream says the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from langchain_pshard.core.bundle import WeightMode
+from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.sampling import SamplingParams
+from langchain_pshard.pipeline.client import PipelineClient
+from langchain_pshard.pipeline.generation import Generation, GenerationParams
+from langchain_pshard.pipeline.local import LocalFleet
+from langchain_pshard.pipeline.options import ClientOptions
+from tests.support.bundles import TinyBundle
+from tests.support.runners import PREFILL, ROWS, RunnerChain, piece, running_chain
+from workers.runners.runner import Logits
+from workers.shard import Settings
+
+ARCHITECTURES = ["llama", "gemma3_text"]
+"""The second has windows of 16 positions, which every prompt here crosses."""
+KV_BYTES = 2 << 20
+
+
+def text(num_tokens: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 250, num_tokens)]
+
+
+def prefill(chain: RunnerChain, stream: int, tokens: Sequence[int], *edges: int) -> Logits:
+    """Prefill from the first edge on, in chunks that end at the others; the logits of the last two positions."""
+    for start, end in itertools.pairwise(edges):
+        chain.run(piece(stream, start, tokens[start:end], PREFILL, 0))
+    return chain.run(piece(stream, edges[-1], tokens[edges[-1] :], PREFILL, 2))
+
+
+@contextmanager
+def running(tiny_bundle: TinyBundle, architecture: str) -> Iterator[RunnerChain]:
+    bundle = tiny_bundle(architecture, weights=WeightMode.INT4, num_stages=2)
+    with running_chain(bundle, Settings(numerics="fast", threads=1, kv_memory_bytes=KV_BYTES)) as chain:
+        yield chain
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_shared_beginning_gives_the_bits_of_a_cold_prefill(tiny_bundle: TinyBundle, architecture: str) -> None:
+    """Whatever chunks filled it, wherever the stream begins in it, whoever is gone or still there; and rows after it too."""
+    with running(tiny_bundle, architecture) as chain:
+        first = text(150)
+        chain.open(0, 160)
+        cold = prefill(chain, 0, first, 0)
+        cold_row = chain.run(piece(0, 150, [7], ROWS))
+        assert chain.open(1, 160, first) == 0
+        assert np.array_equal(prefill(chain, 1, first, 0, 50, 83), cold)
+        for stream, edges in ((2, (128,)), (3, (64,)), (4, (37, 70, 148)), (5, (0, 40))):
+            assert chain.open(stream, 160, first) == 128
+            assert np.array_equal(prefill(chain, stream, first, *edges), cold)
+            assert np.array_equal(chain.run(piece(stream, 150, [7], ROWS)), cold_row)
+        for stream in range(1, 6):
+            chain.close_stream(stream)
+        assert chain.open(6, 160, first) == 128
+        assert np.array_equal(prefill(chain, 6, first, 128), cold)
+        assert np.array_equal(chain.run(piece(6, 150, [7], ROWS)), cold_row)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_texts_that_part_share_what_is_common_and_generated_text_nothing(tiny_bundle: TinyBundle, architecture: str) -> None:
+    with running(tiny_bundle, architecture) as chain:
+        one, other = text(150), [*text(150)[:70], *text(80, seed=1)]
+        chain.open(0, 160)
+        cold = prefill(chain, 0, other, 0)
+        chain.open(1, 200, one)
+        expected = prefill(chain, 1, one, 0)
+        chain.run(piece(1, 150, text(40, seed=2), ROWS))
+        assert chain.open(2, 160, other) == 64
+        assert np.array_equal(prefill(chain, 2, other, 64, 100), cold)
+        grown = [*one, *text(40, seed=2), 5, 6]
+        assert chain.open(3, 200, grown) == 128  # the block that ends in generated text is not found
+        assert chain.open(4, 160, one) == 128
+        assert np.array_equal(prefill(chain, 4, one, 128), expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama"])
+def test_what_was_given_up_is_computed_again(tiny_bundle: TinyBundle, architecture: str) -> None:
+    with running(tiny_bundle, architecture) as chain:
+        capacity = min(runner.kv_capacity_tokens for runner in chain.runners)
+        texts = [text(capacity // 3, seed) for seed in range(5)]
+        cold: list[Logits] = []
+        for stream, tokens in enumerate(texts):
+            chain.open(stream, len(tokens))
+            cold.append(prefill(chain, stream, tokens, 0))
+            chain.close_stream(stream)
+        cached = []
+        for turn in range(3):
+            for stream in (0, 1, 2, 3, 4, 4, 3):
+                held = chain.open(stream, len(texts[stream]), texts[stream])
+                cached.append(held)
+                assert np.array_equal(prefill(chain, stream, texts[stream], held), cold[stream])
+                chain.close_stream(stream)
+            assert all(runner.kv_used_tokens == 0 for runner in chain.runners), turn
+        assert cached[:5] == [0] * 5
+        assert min(cached[5:7]) > 0
+        assert 0 in cached[7:]
+
+
+@pytest.mark.parametrize("architecture", ["llama"])
+def test_a_rewind_into_what_others_share_leaves_them_alone(tiny_bundle: TinyBundle, architecture: str) -> None:
+    with running(tiny_bundle, architecture) as chain:
+        first, changed = text(100), [*text(40), *text(60, seed=3)]
+        chain.open(0, 120)
+        cold = prefill(chain, 0, changed, 0)
+        chain.open(1, 120, first)
+        prefill(chain, 1, first, 0)
+        expected = chain.run(piece(1, 100, [7], ROWS))
+        chain.open(2, 120, first)
+        prefill(chain, 2, first, 96)
+        assert np.array_equal(prefill(chain, 1, changed, 40), cold)  # from the middle of a block on
+        assert np.array_equal(chain.run(piece(2, 100, [7], ROWS)), expected)
+
+
+def test_a_stream_that_shares_nothing_and_a_worker_that_must_not(tiny_bundle: TinyBundle) -> None:
+    bundle = tiny_bundle("llama", weights=WeightMode.INT4, num_stages=2)
+    first = text(100)
+    for settings in (
+        Settings(threads=1, kv_memory_bytes=KV_BYTES, prefix_cache=False),
+        Settings(threads=1, kv_memory_bytes=KV_BYTES, kv_precision="u8"),
+        Settings(threads=1, kv_memory_bytes=KV_BYTES, runner="stateful"),
+    ):
+        with running_chain(bundle, settings) as chain:
+            chain.open(0, 120, first)
+            prefill(chain, 0, first, 0)
+            assert chain.open(1, 120, first) == 0
+    with running_chain(bundle, Settings(threads=1, kv_memory_bytes=KV_BYTES, kv_precision="u8", prefix_cache=True)) as chain:
+        chain.open(0, 120, first)
+        prefill(chain, 0, first, 0)
+        assert chain.open(1, 120, first) == 96
+        assert not chain.runners[0].is_rewind_exact
+    with pytest.raises(InvalidOptionError, match="the stateful runner has no prefix cache"):
+        Settings(runner="stateful", prefix_cache=True)
+
+
+# --- over the wire ---------------------------------------------------------------------------------------------------
+
+PARAMS = GenerationParams(max_tokens=20, ignore_eos=True)
+SAMPLED = GenerationParams(
+    max_tokens=20, ignore_eos=True, sampling=SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.2)
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_bundle: TinyBundle) -> Path:
+    return tiny_bundle("gemma3_text", weights=WeightMode.INT4, num_stages=2)
+
+
+def test_two_clients_of_one_fleet_share_prompts_and_say_what_they_say_alone(bundle: Path, tmp_path: Path) -> None:
+    """Greedy and sampled, with penalties over a history that was not sent; one after another and all at once."""
+    system = text(100)
+    prompts = [[*system, *text(length, seed=length)] for length in (2, 29, 30, 60, 200)] + [system[:64], system[:65], system[:66], [9]]
+    options = ClientOptions(cache_dir=tmp_path)
+    with (
+        LocalFleet(bundle, num_threads=1, kv_memory="4MiB") as fleet,
+        PipelineClient.connect(fleet.addresses, options=options) as ann,
+        PipelineClient.connect(fleet.addresses, options=options) as bob,
+    ):
+        for params in (PARAMS, SAMPLED):
+            cold = [ann.complete(prompt, replaced(params, prefix_cache=False)) for prompt in prompts]
+            assert {generation.stats.num_cached_tokens for generation in cold} == {0}
+            warm = [bob.complete(prompt, params) for prompt in prompts]
+            again = [ann.complete(prompt, params) for prompt in prompts]
+            with ThreadPoolExecutor(2 * len(prompts)) as pool:
+                at_once = list(
+                    pool.map(lambda job, params=params: job[0].complete(job[1], params), [(c, p) for c in (ann, bob) for p in prompts])
+                )
+            assert tokens(warm) == tokens(again) == tokens(cold)
+            assert tokens(at_once) == tokens(cold) * 2
+            assert cached(again) == [96, 96, 128, 128, 288, 32, 32, 64, 0]
+        assert all(stage.kv_used_tokens == 0 for worker in ann.status().workers for stage in worker.status.stages)  # type: ignore[union-attr]
+
+
+def replaced(params: GenerationParams, *, prefix_cache: bool) -> GenerationParams:
+    return GenerationParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos, sampling=params.sampling, prefix_cache=prefix_cache)
+
+
+def tokens(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
+    return [generation.token_ids for generation in generations]
+
+
+def cached(generations: Sequence[Generation]) -> list[int]:
+    return [generation.stats.num_cached_tokens for generation in generations]

@@ -1,0 +1,48 @@
+"""What the options of `pshard-worker` come to."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from click.testing import CliRunner
+
+from workers import cli
+from workers.process import Options
+from workers.shard import Settings
+
+
+@pytest.fixture(autouse=True)
+def own_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report takes the process's logger over, and gives it back here."""
+    logger = logging.getLogger("pshard")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "has_prefix_cache"),
+    [
+        ([], None, True),
+        (["--kv-precision", "u8"], "u8", False),
+        (["--kv-precision", "u8", "--prefix-cache"], "u8", True),
+        (["--kv-precision", "f32", "--no-prefix-cache"], "f32", False),
+        (["--runner", "stateful"], None, False),
+    ],
+)
+def test_kv_options(options: list[str], precision: str | None, has_prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+
+    def serve(wanted: Options, report: object) -> None:
+        seen.append(wanted.settings)
+
+    monkeypatch.setattr(cli, "serve", serve)
+    done = CliRunner().invoke(cli.command, ["bundle", "--stage", "0", *options])
+    assert done.exit_code == 0, done.output
+    assert [(each.kv_precision, each.has_prefix_cache) for each in seen] == [(precision, has_prefix_cache)]
+
+
+def test_a_cache_that_the_runner_does_not_have_is_refused() -> None:
+    done = CliRunner().invoke(cli.command, ["bundle", "--stage", "0", "--runner", "stateful", "--prefix-cache"])
+    assert done.exit_code == 1
+    assert "the stateful runner has no prefix cache: leave --prefix-cache out, or use --runner paged" in done.output

@@ -1,0 +1,205 @@
+"""Constrained decoding: which tokens may follow, stream by stream.
+
+llguidance compiles grammars against the bundle's tokenizer and keeps the state of the text. Reading the tokenizer of Gemma 3 takes 3 s,
+holds Python's lock meanwhile and leaves 230 MB behind, so it is done once, in a thread that runs while the weights load. How a token is
+chosen among the allowed ones stays with `head`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from langchain_pshard.core.bundle import TOKENIZER_DIR, Manifest
+from langchain_pshard.core.errors import GrammarError, MissingExtraError
+from langchain_pshard.core.grammar import Grammar, GrammarKind
+from langchain_pshard.core.messages import SliceKind
+from workers.runners.runner import RunSlice
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Mask = npt.NDArray[np.bool_]  # [vocab]
+
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How models write JSON. Free white space would let a weak model fill its whole budget with it."""
+_MAX_REASON_CHARS = 600
+
+logger = logging.getLogger("pshard.worker")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. `compile` may be called as soon as it exists and waits for the tokenizer if it must."""
+
+    def __init__(self, tokenizer_json: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
+        executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._tokenizer: Future[LLTokenizer] = executor.submit(_read_tokenizer, tokenizer_json, vocab_size, self._eos_token_ids)
+        executor.shutdown(wait=False)
+
+    @classmethod
+    def of_bundle(cls, bundle: Path, manifest: Manifest) -> GrammarCompiler:
+        """For the tokenizer of `bundle`."""
+        path = bundle / TOKENIZER_DIR / "tokenizer.json"
+        return cls(path, vocab_size=manifest.vocab_size, eos_token_ids=manifest.eos_token_ids)
+
+    def wait(self) -> None:
+        """Until the tokenizer is read. One that cannot be is reported here and refused to whoever asks for a grammar."""
+        if (error := self._tokenizer.exception()) is not None:
+            logger.warning("no constrained decoding on this worker: %s", error)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """The state of a text that has not begun.
+
+        Raises:
+            GrammarError: the grammar is broken, or has a part that cannot be enforced; the message names it.
+            MissingExtraError: llguidance is not installed.
+        """
+        tokenizer = self._tokenizer.result()
+        from llguidance import LLMatcher
+
+        inner = LLMatcher(tokenizer, _lowered(grammar), log_level=0)
+        if inner.is_error():
+            raise GrammarError(_explained(grammar, inner.get_error()))
+        return Matcher(inner, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+
+
+def _read_tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        raise MissingExtraError("constrained decoding", "worker") from error
+    if not eos_token_ids:
+        raise GrammarError("this model has no end token, so a text that conforms to a grammar could not end")
+    try:
+        return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise GrammarError(f"llguidance cannot use this model's tokenizer: {error}") from error
+
+
+def _lowered(grammar: Grammar) -> str:
+    """The grammar in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case GrammarKind.JSON_SCHEMA:
+            try:
+                return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_STYLE)
+            except ValueError as error:
+                raise GrammarError(f"the JSON schema is not a JSON object: {error}") from error
+
+
+# --- why a grammar is refused -----------------------------------------------------------------------------------------
+
+
+def _explained(grammar: Grammar, reason: str) -> str:
+    what = {GrammarKind.JSON_SCHEMA: "JSON schema", GrammarKind.REGEX: "regular expression", GrammarKind.LARK: "Lark grammar"}[grammar.kind]
+    text = " ".join(reason.split())[:_MAX_REASON_CHARS]
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return f"the {what} cannot be enforced: {text}"
+    named = re.match(r"Unimplemented keys: (\[.*?\])", text)
+    keys = json.loads(named[1]) if named else []
+    places = [place for place, key in _keywords(json.loads(grammar.text)) if key in keys]
+    at = f" (at {', '.join(places)})" if places else ""
+    return (
+        f"the {what} cannot be enforced: {text}{at}. Supported: type, enum, const, properties, required, additionalProperties,"
+        " patternProperties, items, prefixItems, length and number bounds, pattern, format, anyOf, allOf, $ref; oneOf where its branches"
+        " exclude each other"
+    )
+
+
+def _keywords(schema: Any, place: str = "#") -> Iterator[tuple[str, str]]:
+    """Every key in a schema with the place where it stands, as a JSON pointer."""
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            yield f"{place}/{key}", key
+            yield from _keywords(value, f"{place}/{key}")
+    elif isinstance(schema, list):
+        for index, item in enumerate(schema):
+            yield from _keywords(item, f"{place}/{index}")
+
+
+# --- the state of one text --------------------------------------------------------------------------------------------
+
+
+class Matcher:
+    """Where one stream's generated text stands in its grammar; follows the one step rule, like KV.
+
+    Prefilled tokens are the prompt, rows were generated: those are what the grammar speaks about. A draft that it forbids is never
+    sampled before, so what follows it is never accepted; such rows, and those of a client that goes on from a forbidden token, get an
+    end token.
+
+    Invariant: the `_num_consumed` tokens from position `_begin` on are those that the inner matcher has consumed.
+    """
+
+    def __init__(self, inner: LLMatcher, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._inner = inner
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._begin = 0
+        self._num_consumed = 0
+
+    def advance(self, piece: RunSlice) -> list[Mask]:
+        """Take a slice's tokens; what may follow each of its sampled positions, [num_sampled] masks."""
+        if piece.kind is SliceKind.PREFILL:
+            self._begin = piece.start + len(piece.tokens)
+            self._keep(0)
+            return [self._mask() for _ in range(piece.num_sampled)]
+        self._begin = min(self._begin, piece.start)
+        num_before = piece.start - self._begin
+        self._keep(num_before)
+        is_on_track = num_before == self._num_consumed
+        masks: list[Mask] = []
+        for index, token in enumerate(piece.tokens.tolist()):
+            is_on_track = is_on_track and self._consume(token)
+            if index >= len(piece.tokens) - piece.num_sampled:
+                masks.append(self._mask() if is_on_track else self._only_end())
+        return masks
+
+    def _keep(self, num_tokens: int) -> None:
+        if num_tokens < self._num_consumed:
+            self._inner.rollback(self._num_consumed - num_tokens)
+            self._num_consumed = num_tokens
+
+    def _consume(self, token: int) -> bool:
+        is_allowed = self._inner.try_consume_tokens([token]) == 1
+        self._num_consumed += is_allowed
+        return is_allowed
+
+    def _mask(self) -> Mask:
+        if self._inner.is_error():  # a bound of the library; the text ends here, and whoever reads it finds it incomplete
+            logger.warning("a grammar exceeds what can be followed: %s", self._inner.stop_reason())
+            return self._only_end()
+        bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint8)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return mask if mask.any() else self._only_end()
+
+    def _only_end(self) -> Mask:
+        mask: Mask = np.zeros(self._vocab_size, dtype=np.bool_)
+        mask[self._eos_token_ids] = True
+        return mask
+
+
+def masked(row: npt.NDArray[np.float32], mask: Mask) -> npt.NDArray[np.float32]:
+    """Logits [vocab] with minus infinity where `mask` forbids a token."""
+    result: npt.NDArray[np.float32] = np.where(mask, row, np.float32(-np.inf))
+    return result
+
+
+def highest_allowed(row: npt.NDArray[np.float32], mask: Mask) -> int:
+    """The allowed token with the highest logit, the lowest id among equals."""
+    ids = np.flatnonzero(mask)
+    return int(ids[row[ids].argmax()])

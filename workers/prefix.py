@@ -1,0 +1,121 @@
+"""Blocks of prompt KV that can be found again by the text they hold, and shared. Pure.
+
+A block is named by a hash over its own 32 tokens and the name of the block before it, so that a name stands for the whole text up to the
+block's end: KV depends on all of it. Only full blocks that PREFILL slices wrote come here. A cold prefill of the same text gives the same
+bits however it is chunked; rows do not (FACTS: two kinds of KV), so a block that generated text filled is never found.
+
+A shared block is never written. Users are counted in two kinds: a stream that was opened on shared blocks is a *tentative* user until its
+first slice, because the client starts where all stages can, which may be earlier than what this stage found; it may then have to put fresh
+blocks in the place of shared ones. `debt` is how many fresh blocks the tentative users may still ask for.
+
+Invariants:
+- names and blocks are one to one;
+- a block without users is idle, and only idle ones are given up, the least recently used first;
+- debt is the sum over blocks of: tentative users, less one when there is no settled user (who leaves last finds the block idle).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from workers.runners.runner import TokenArray
+
+_HASH_BYTES = 16
+
+
+def name_blocks(prompt: TokenArray, block_tokens: int) -> list[bytes]:
+    """Names of the full blocks of a prompt, in order.
+
+    blake2b, because another client's text must not be able to collide with ours on purpose.
+    """
+    data = np.ascontiguousarray(prompt, dtype="<i4").tobytes()
+    names: list[bytes] = []
+    name = b""
+    for end in range(4 * block_tokens, len(data) + 1, 4 * block_tokens):
+        name = hashlib.blake2b(name + data[end - 4 * block_tokens : end], digest_size=_HASH_BYTES).digest()
+        names.append(name)
+    return names
+
+
+@dataclass(slots=True)
+class _Users:
+    name: bytes
+    num_tentative: int = 0
+    num_settled: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.num_tentative + self.num_settled
+
+    @property
+    def debt(self) -> int:
+        return self.num_tentative if self.num_settled else max(0, self.num_tentative - 1)
+
+
+class SharedBlocks:
+    """The blocks of one pool that have a name."""
+
+    def __init__(self) -> None:
+        self.debt = 0
+        self._by_name: dict[bytes, int] = {}
+        self._users: dict[int, _Users] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._users
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def has_other_users(self, block: int) -> bool:
+        """Whether more than one stream uses the block."""
+        return self._users[block].count > 1
+
+    def attach(self, names: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known beginning of `names`, with one tentative user more each."""
+        blocks: list[int] = []
+        for name in names:
+            block = self._by_name.get(name)
+            if block is None:
+                break
+            self._idle.pop(block, None)
+            self._change(block, tentative=1)
+            blocks.append(block)
+        return blocks
+
+    def settle(self, block: int) -> None:
+        """A tentative user stays for good."""
+        self._change(block, tentative=-1, settled=1)
+
+    def detach(self, block: int, *, is_settled: bool) -> None:
+        """A user leaves; a block nobody uses keeps its text until it is given up."""
+        self._change(block, settled=-1) if is_settled else self._change(block, tentative=-1)
+        if not self._users[block].count:
+            self._idle[block] = None
+
+    def register(self, block: int, name: bytes) -> None:
+        """A stream has filled its own block: others may use it from now on. Nothing happens when another block holds that text."""
+        if name not in self._by_name:
+            self._by_name[name] = block
+            self._users[block] = _Users(name, num_settled=1)
+
+    def give_up(self) -> int:
+        """The idle block that was used least recently, nameless from now on; there has to be one."""
+        block, _ = self._idle.popitem(last=False)
+        del self._by_name[self._users.pop(block).name]
+        return block
+
+    def _change(self, block: int, *, tentative: int = 0, settled: int = 0) -> None:
+        users = self._users[block]
+        before = users.debt
+        users.num_tentative += tentative
+        users.num_settled += settled
+        assert users.num_tentative >= 0, f"block {block} lost a user it did not have"
+        assert users.num_settled >= 0, f"block {block} lost a user it did not have"
+        self.debt += users.debt - before
