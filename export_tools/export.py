@@ -231,7 +231,7 @@ def _make_stage(job: _Job, draft: Draft, stage_idx: int, carried: _Carried) -> t
     else:
         carried = _Carried(before=before, after=after)
     with progress.task(f"{title}: hashing"):
-        written = sorted(path for path in (draft.bundle / stage_dir(stage_idx)).iterdir() if path.is_file())
+        written = sorted((draft.bundle / stage_dir(stage_idx)).iterdir(), key=_graph_first)
         entry = StageEntry(span=span, files=tuple(describe_file(draft.bundle, path) for path in written))
     record = StageRecord(entry=entry, verification=carried.verification)
     draft.record(stage_idx, record, _packed(carried))
@@ -255,6 +255,11 @@ def _write_stage(job: _Job, span: LayerSpan, folder: Path, inputs: verify.Arrays
     with progress.task(f"{title}: writing"):
         save_stage(graph, folder / MODEL_XML, job.modes)
     return outputs
+
+
+def _graph_first(path: Path) -> tuple[bool, str, bool]:
+    """The order of a stage's files in the manifest: the graph, its weights, the rest by name."""
+    return path.stem != Path(MODEL_XML).stem, path.stem, path.suffix != ".xml"
 
 
 def _packed(carried: _Carried) -> dict[str, Any]:

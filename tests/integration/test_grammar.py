@@ -79,7 +79,8 @@ def run(client: PipelineClient, schemas: Sequence[dict[str, object]], *, with_dr
     streams = [
         client.generate(
             PROMPT,
-            GenerationParams(max_tokens=1500, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))),
+            # A fixed number: left to itself the client soon sends none of such drafts.
+            GenerationParams(max_tokens=1500, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), draft=None, draft_tokens=3),
             drafter=RandomDrafter(index) if with_drafts else None,
         )
         for index, schema in enumerate(schemas)
