@@ -32,11 +32,19 @@ def run(console: Console) -> Report:
     parts = tuple(Samples(name=task, unit="s", values=(value,)) for task, value in seconds.items())
     return Report(
         bench="export-time",
-        question="Gemma 3 270M into two int4 shards, verified, tokenizer aside",
-        figures=(Figure(key="seconds", value=seconds["export"], at_most=TARGET_S),),
+        question="Gemma 3 270M into two int4 shards, measured and verified, tokenizer aside",
+        figures=(
+            Figure(key="seconds", value=sum(value for task, value in seconds.items() if _counts(task)), at_most=TARGET_S),
+            Figure(key="stages_seconds", value=seconds["export"]),
+        ),
         samples=parts,
         settings={"model": "Gemma 3 270M", "weights": "int4", "layers": "+".join(map(str, LAYERS))},
     )
+
+
+def _counts(task: str) -> bool:
+    """All but the tokenizer, and the single steps of stages, which `export` adds up."""
+    return not task.startswith(("stage ", "loading the tokenizer"))
 
 
 def _export(bundle: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ only ever continued by the same export. Inside:
 ```
 bundle/     what becomes the target: stages, tokenizer, at the very end the manifest
 stage-0.json, stage-0.npz, ..    one record for each finished stage: its files with their hashes, and what verification carries on
+costs.json  what the export has measured, where it has
 lock        held by the running export; the system lets go of it when the process dies
 ```
 
@@ -29,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export_tools.write import disk_errors, flush_tree, replace_folder, write_flushed
-from langchain_pshard.core.bundle import MANIFEST_NAME, Manifest, StageEntry, Verification, stage_dir, verify_files
+from langchain_pshard.core.bundle import MANIFEST_NAME, Manifest, ModelCosts, StageEntry, Verification, stage_dir, verify_files
 from langchain_pshard.core.errors import BundleError, UsageError
 
-_BUNDLE, _LOCK = "bundle", "lock"
+_BUNDLE, _LOCK, _COSTS = "bundle", "lock", "costs.json"
 _PARTIAL = ".partial"
 
 
@@ -94,6 +95,10 @@ class Draft:
         partial.replace(path.with_suffix(".npz"))
         write_flushed(path, msgspec.json.encode(record))
 
+    def keep_costs(self, costs: ModelCosts) -> None:
+        """Note what was measured, for `kept_costs`."""
+        write_flushed(self.folder / _COSTS, msgspec.json.encode(costs))
+
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest, flush everything, and put the bundle in the target's place."""
         for leftover in self.bundle.glob(f"*{_PARTIAL}"):
@@ -111,6 +116,15 @@ class Draft:
         return self.folder / f"{stage_dir(stage_idx)}.json"
 
 
+def kept_costs(target: Path, key: str) -> ModelCosts | None:
+    """What an interrupted export has measured: measured again it would differ, and with it perhaps the cut and every stage."""
+    try:
+        data = (_folder(target, key) / _COSTS).read_bytes()
+    except FileNotFoundError:
+        return None
+    return msgspec.json.decode(data, type=ModelCosts)
+
+
 @contextlib.contextmanager
 def open_draft(target: Path, key: str) -> Iterator[Draft]:
     """The draft of `target` under `key`, new or as an interrupted export left it.
@@ -121,7 +135,7 @@ def open_draft(target: Path, key: str) -> Iterator[Draft]:
     Raises:
         UsageError: another export of the same bundle is running, the disk is full, or the target's folder cannot be written.
     """
-    folder = target.parent / f".{target.name}.draft-{key}"
+    folder = _folder(target, key)
     draft = Draft(folder, target)
     with disk_errors(target):
         draft.bundle.mkdir(parents=True, exist_ok=True)
@@ -151,6 +165,10 @@ def remove_stale_drafts(target: Path, key: str) -> int:
             num_bytes += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             shutil.rmtree(folder)
     return num_bytes
+
+
+def _folder(target: Path, key: str) -> Path:
+    return target.parent / f".{target.name}.draft-{key}"
 
 
 def _escaped(name: str) -> str:

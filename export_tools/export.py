@@ -18,7 +18,7 @@ from export_tools import budget, genai, verify
 from export_tools.compress import WeightModes, activation_group_size, compress_stage, save_stage
 from export_tools.convert import convert_stage
 from export_tools.costs import PartBytes, layer_kinds, measure_costs
-from export_tools.draft import Draft, StageRecord, draft_key, open_draft, remove_stale_drafts
+from export_tools.draft import Draft, StageRecord, draft_key, kept_costs, open_draft, remove_stale_drafts
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
 from export_tools.source import Source, TextParts, identify, load_text_parts, open_weights
@@ -55,25 +55,11 @@ class _Job:
     spans: tuple[LayerSpan, ...]
     modes: WeightModes
     costs: ModelCosts | None
+    key: str
+    """What an interrupted export must agree in to be continued."""
     verifies: bool
     for_genai: bool
     progress: Progress
-
-    @property
-    def key(self) -> str:
-        """What an interrupted export must agree in to be continued."""
-        files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.files]
-        parts = {
-            "files": files,
-            "config": self.source.config.to_dict(),
-            "spans": [str(span) for span in self.spans],
-            "modes": str(self.modes),
-            "verifies": self.verifies,
-            "for_genai": self.for_genai,
-            "versions": _versions(),
-            "exporter": _exporter_digest(),
-        }
-        return draft_key(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +137,18 @@ def export_bundle(
     reader = open_weights(found, progress)
     sizes = reader.sizes()
     stored = part_bytes(sizes, modes)
-    costs = _measured(found, reader, sizes, stored, modes, progress) if measure else None
+    key = draft_key(
+        {
+            "files": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in reader.files],
+            "config": found.config.to_dict(),
+            "cut": layers if layers is not None else num_stages or 1,
+            "modes": str(modes),
+            "options": [measure, verify_shards, for_genai],
+            "versions": _versions(),
+            "exporter": _exporter_digest(),
+        }
+    )
+    costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, progress) if measure else None
     if layers is None:
         spans = balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
     else:
@@ -166,6 +163,7 @@ def export_bundle(
         spans=spans,
         modes=modes,
         costs=costs,
+        key=key,
         verifies=verify_shards,
         for_genai=for_genai,
         progress=progress,
@@ -182,6 +180,8 @@ def _run(job: _Job, out: Path, needed: budget.Needs) -> Manifest:
     with open_draft(out, key) as draft:
         written = sum(path.stat().st_size for path in draft.bundle.rglob("*") if path.is_file())
         budget.check_disk(needed, shutil.disk_usage(draft.folder).free, written_bytes=written, folder=str(out.parent))
+        if job.costs is not None:
+            draft.keep_costs(job.costs)
         stages, verification = _make_stages(job, draft)
         if verification is not None:
             verify.check(verification, job.modes)

@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_tools.draft import StageRecord, draft_key, open_draft, remove_stale_drafts
+from export_tools.draft import StageRecord, draft_key, kept_costs, open_draft, remove_stale_drafts
 from export_tools.write import check_target, recover_target
-from langchain_pshard.core.bundle import LayerSpan, Manifest, StageEntry, WeightMode, describe_file, load_manifest
+from langchain_pshard.core.bundle import (
+    LayerSpan,
+    MachineSpeed,
+    Manifest,
+    ModelCosts,
+    PartCost,
+    StageEntry,
+    WeightMode,
+    describe_file,
+    load_manifest,
+)
 from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
 KEY = "0123456789abcdef"
@@ -136,6 +146,20 @@ def test_the_key_depends_on_every_part() -> None:
     keys = {draft_key(parts) for parts in ({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}, {})}
     assert len(keys) == 4
     assert draft_key({"b": 2, "a": 1}) == draft_key({"a": 1, "b": 2})
+
+
+def test_measured_costs_outlive_an_interruption(tmp_path: Path) -> None:
+    """Measured anew they would differ, and could move the cut of the stages that are there."""
+    part = PartCost(decode_ms=0.1, prefill_ms=0.01, num_bytes=7)
+    speed = MachineSpeed(decode=1.0, prefill=0.5)
+    costs = ModelCosts(layers=(part, part), embedding=part, head=part, step_ms=0.3, machine=speed, cpu="a processor")
+    target = tmp_path / "bundle"
+    assert kept_costs(target, KEY) is None
+    with open_draft(target, KEY) as draft:
+        draft.keep_costs(costs)
+        make_stage(draft, 0, "first")
+    assert kept_costs(target, KEY) == costs
+    assert kept_costs(target, "another key") is None
 
 
 def test_publication_replaces_a_bundle(tmp_path: Path) -> None:
