@@ -29,7 +29,7 @@ PROMPT = "The lighthouse stood on the last rock before the open sea. Every eveni
 
 def _step_ms(client: PipelineClient) -> tuple[float, ...]:
     """What one step took in each stage's inference, on average over a generation."""
-    stats = client.complete(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True)).stats
+    stats = client.complete(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)).stats
     return tuple(total_ms / stats.num_steps for total_ms in stats.stage_compute_ms)
 
 

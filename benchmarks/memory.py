@@ -21,7 +21,7 @@ NUM_STREAMS = 16
 NUM_PROMPT_TOKENS = 512
 NUM_TOKENS = 64
 _BYTES_PER_VALUE = 2  # f16
-_PARAMS = GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+_PARAMS = GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)
 
 
 def kv_bytes(manifest: Manifest, num_positions: int) -> int:

@@ -66,7 +66,7 @@ def run(console: Console) -> Report:
         measuring = progress.add_task(f"{NUM_TOKENS} tokens", total=NUM_TOKENS)
         chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=LAYERS), cores, hub_factory=make_hub)
         hubs[0].results.clear()
-        for chunk in chain.client.generate(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True)):
+        for chunk in chain.client.generate(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)):
             progress.advance(measuring, len(chunk.token_ids))
     per_step = Samples(name="step beyond compute", unit="ms", values=overheads_ms(hubs[0].results[1:]))
     per_hop = Samples(name="per hop", unit="ms", values=tuple(value / NUM_HOPS for value in per_step.values))

@@ -39,7 +39,7 @@ def run(console: Console) -> Report:
         measuring = progress.add_task(f"{len(_VARIANTS)} x {NUM_TOKENS} tokens", total=len(_VARIANTS))
         chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=LAYERS), cores, reach=through_relay)
         for name, sampling in _VARIANTS.items():
-            params = GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, sampling=sampling)
+            params = GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, sampling=sampling, draft=None)
             chunks = chain.client.generate(PROMPT, params)
             next(chunks)  # the prompt and the answer to Open are behind us
             before = relays[-1].num_bytes

@@ -104,7 +104,7 @@ def demo_bundle() -> Path:
             console.print(f"making the bundle again: {error}", highlight=False, markup=False, soft_wrap=True)
             shutil.rmtree(bundle)
         console.print(f"exporting Gemma 3 270M into {NUM_STAGES} shards at {bundle}", highlight=False, markup=False, soft_wrap=True)
-        export(["demo", "-o", str(bundle), "--stages", str(NUM_STAGES), "--weights", WEIGHTS])
+        export(["demo", "-o", str(bundle), "--stages", str(NUM_STAGES), "--weights", WEIGHTS, "--no-measure"])
     return bundle
 
 

@@ -24,7 +24,7 @@ _HEAVY_PACKAGES = frozenset({"gguf", "safetensors", "torch", "transformers"})
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.argument("model", metavar="MODEL|BUNDLE")
-@click.option("--fleet", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Fleet file (TOML); see docs/export.md.")
+@click.option("--fleet", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Fleet file (TOML); see docs/planning.md.")
 @click.option(
     "--users",
     type=click.Choice([users.value for users in Users]),

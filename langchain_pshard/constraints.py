@@ -89,7 +89,7 @@ def call_schema(tools: Sequence[Tool], arguments_key: str) -> Schema:
     for index, tool in enumerate(tools):
         function = tool["function"]
         name = f"tool_{index}"
-        definitions[name] = closed(_moved({"type": "object", **(function.get("parameters") or {})}, f"#/$defs/{name}"))
+        definitions[name] = finite(_moved({"type": "object", **(function.get("parameters") or {})}, f"#/$defs/{name}"))
         calls.append(
             {
                 "type": "object",
@@ -101,22 +101,49 @@ def call_schema(tools: Sequence[Tool], arguments_key: str) -> Schema:
     return {"anyOf": calls, "$defs": definitions} if len(calls) > 1 else {**calls[0], "$defs": definitions}
 
 
-def closed(schema: Schema) -> Schema:
-    """The schema with every object closed that does not say otherwise: a model that may invent keys seldom stops.
+def finite(schema: Schema) -> Schema:
+    """A narrower schema for models that seldom stop by themselves: every value of it is one of `schema`.
 
-    Where `allOf` puts objects together, closing one would forbid the keys of another, so such schemas stay as they are.
+    Objects are closed unless they say otherwise (where `allOf` puts objects together, closing one would forbid the keys of another, so they
+    stay open). Integers stay within what every JSON reader keeps exact, numbers within 15 digits before the point and 9 behind it:
+    Gemma 3 270M goes on with zeros for ever otherwise.
     """
-    return schema if _has_key(schema, "allOf") else _closed(schema)
+    return dict(_finite(schema, closes=not _has_key(schema, "allOf")))
 
 
-def _closed(schema: Any) -> Any:
+_LITERALS = ("const", "enum", "default", "examples")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_MAX_INTEGER = 2**53 - 1
+_MAX_NUMBER = 10**15
+_NUMBER_STEP = 1e-9
+
+
+def _finite(schema: Any, *, closes: bool) -> Any:
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [_finite(item, closes=closes) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {key: value if key in ("const", "enum", "default", "examples") else _closed(value) for key, value in schema.items()}
-    is_object = schema.get("type") == "object" and not {"patternProperties", "additionalProperties", "minProperties"} & schema.keys()
-    return result | {"additionalProperties": False, "properties": result.get("properties", {})} if is_object else result
+    result = {key: value if key in _LITERALS else _finite(value, closes=closes) for key, value in schema.items()}
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    if closes and "object" in kinds and not {"patternProperties", "additionalProperties", "minProperties"} & schema.keys():
+        result |= {"additionalProperties": False, "properties": result.get("properties", {})}
+    if ("integer" in kinds or "number" in kinds) and not {"const", "enum", "multipleOf"} & schema.keys():
+        result |= _digits(schema, is_integer="number" not in kinds)
+    return result
+
+
+def _digits(schema: Schema, *, is_integer: bool) -> Schema:
+    """The bounds that a number's schema leaves out; none where its own lie beyond them."""
+    most = _MAX_INTEGER if is_integer else _MAX_NUMBER
+    if any(not isinstance(schema.get(key, 0), int | float) or abs(schema.get(key, 0)) > most for key in _LOWER + _UPPER):
+        return {}
+    added: Schema = {} if is_integer else {"multipleOf": _NUMBER_STEP}
+    if not schema.keys() & set(_LOWER):
+        added["minimum"] = -most
+    if not schema.keys() & set(_UPPER):
+        added["maximum"] = most
+    return added
 
 
 def _has_key(schema: Any, key: str) -> bool:
@@ -145,7 +172,7 @@ def _grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
         case {"type": "json_object"}:
             return _json_grammar({"type": "object"})
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return _json_grammar(closed(schema))
+            return _json_grammar(finite(schema))
         case {"type": "regex", "regex": str(pattern)}:
             return Grammar(GrammarKind.REGEX, pattern)
         case {"type": "lark", "lark": str(text)}:

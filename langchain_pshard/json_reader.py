@@ -109,7 +109,7 @@ class CallReader:
             return
         if self._key is None:
             self._key = _loaded("".join(self._chars[self._string_start :]), "")
-            if self._is_bare and self._key not in _CALL_KEYS:
+            if self._is_bare and self.name is None and self._key not in _CALL_KEYS:  # its name may have been told already
                 self.is_refuted = True
         elif self._key == "name" and self._value_start == self._string_start:
             self._named(_loaded("".join(self._chars[self._string_start :]), None))

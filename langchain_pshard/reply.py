@@ -179,8 +179,6 @@ class Reply:
                 "num_accepted_tokens": stats.num_accepted_tokens,
             },
         }
-        if stats.num_drafted_tokens:
-            metadata["timings"] |= {"num_drafted_tokens": stats.num_drafted_tokens, "num_accepted_tokens": stats.num_accepted_tokens}
         if not self._sampling.is_greedy:
             metadata["seed"] = self._sampling.seed
         return metadata

@@ -203,8 +203,10 @@ class ToolCallReader:
         text = self._unpunctuated()
         if not text:
             return False
-        if self._is_bare and not self._num_calls and text[0] != "{":  # a bare list that holds no calls is text
-            return self._leave_bare()
+        if self._is_bare and not self._num_calls and text[0] != "{":
+            if any(opening.startswith(text) and opening != text for opening in self._form.openings):
+                return False  # the bracket of a list, or of a mark
+            return self._leave_bare()  # a bare list that holds no calls is text
         if text[0] == "{":
             return self._enter_call(self._buffer[: len(self._buffer) - len(text)], text, None)
         closing = "```" if self._is_bare else self._form.closing

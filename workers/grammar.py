@@ -32,6 +32,8 @@ Mask = npt.NDArray[np.bool_]  # [vocab]
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How models write JSON. Free white space would let a weak model fill its whole budget with it."""
 _MAX_REASON_CHARS = 600
+MAX_FORCED_TOKENS = 64
+"""Suggested at once; the client asks for as many as its turn has room for."""
 
 logger = logging.getLogger("pshard.worker")
 
@@ -168,6 +170,23 @@ class Matcher:
             if index >= len(piece.tokens) - piece.num_sampled:
                 masks.append(self._mask() if is_on_track else self._only_end())
         return masks
+
+    def forced_after(self, piece: RunSlice, sampled: Sequence[int]) -> list[int]:
+        """What must follow a slice that `advance` took last: after its drafts that agree with `sampled`, and the token sampled behind them.
+
+        Only a suggestion: whoever drafts them finds them accepted, and saves their steps.
+        """
+        if not sampled:
+            return []
+        num_read = len(piece.tokens) - len(sampled) + 1  # up to the first sampled row
+        drafts = piece.tokens[num_read:].tolist()
+        num_agreed = next((idx for idx, (draft, token) in enumerate(zip(drafts, sampled, strict=False)) if draft != token), len(drafts))
+        is_first = piece.kind is SliceKind.PREFILL
+        num_before = 0 if is_first else piece.start + num_read + num_agreed - self._begin
+        self._keep(num_before)
+        if self._num_consumed != num_before or not self._consume(sampled[-1] if is_first else sampled[num_agreed]):
+            return []
+        return self._inner.compute_ff_tokens()[:MAX_FORCED_TOKENS]
 
     def _keep(self, num_tokens: int) -> None:
         if num_tokens < self._num_consumed:

@@ -151,4 +151,10 @@ def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, masks: 
         if params.top_logprobs is not None:
             logprobs.append(token_logprobs(row, tokens[-1], params, history))
     encoded = np.array(tokens, dtype="<i4").tobytes()
-    return SliceResult(piece.key.stream, encoded, None if params.top_logprobs is None else tuple(logprobs))
+    forced = stream.matcher.forced_after(piece, tokens) if stream.matcher is not None else []
+    return SliceResult(
+        piece.key.stream,
+        encoded,
+        None if params.top_logprobs is None else tuple(logprobs),
+        np.array(forced, dtype="<i4").tobytes(),
+    )

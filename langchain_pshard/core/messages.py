@@ -264,6 +264,8 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     """Token ids, int32 little-endian, `num_sampled` of them."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    forced: bytes = b""
+    """Token ids that the stream's grammar leaves no choice about, after those that count: the best of drafts for the next step."""
 
 
 class StepResult(_Message, frozen=True, kw_only=True, tag="result"):

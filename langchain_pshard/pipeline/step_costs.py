@@ -74,7 +74,7 @@ class CostLine:
         expected = mean_y * self._prior_slope / (1 + self._prior_slope * (mean_x - 1))
         slope = (joint + _PRIOR_WEIGHT * expected) / (spread + _PRIOR_WEIGHT)
         self._slope = min(max(0.0, slope), mean_y / max(mean_x, 1.0))
-        self._base = mean_y - self._slope * mean_x
+        self._base = max(0.0, mean_y - self._slope * mean_x)  # by rounding it may be a hair below
 
 
 class StepCosts:

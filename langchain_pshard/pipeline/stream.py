@@ -86,6 +86,10 @@ class Stream:
         self._num_told = 0  # tokens that the drafter knows
         self._guess: tuple[int, ...] = ()
         self._drafts: tuple[int, ...] = ()
+        self._forced: tuple[int, ...] = ()
+        """What the grammar leaves no choice about next: a guess that needs no drafter."""
+        self._is_certain = False
+        """The guess is what the grammar forces: it says nothing about the drafter."""
         self._account = Account(num_prompt_tokens=len(request.prompt), submitted_at=now)
 
     @property
@@ -133,10 +137,15 @@ class Stream:
             InvalidOptionError: the caller's drafter failed.
         """
         request = self.request
+        num_left = request.max_tokens - len(self.tokens) - 1
+        self._is_certain = bool(self._forced)
+        if self._forced:
+            self._guess, self._forced = self._forced[: min(max_drafts, num_left)], ()
+            return Offer((1.0,) * len(self._guess), len(self._guess))  # each saves a step that has to come
         if request.drafting is None:
             return _NO_OFFER
         wanted = max_drafts if request.num_drafts is None else request.num_drafts
-        limit = min(wanted, request.max_tokens - len(self.tokens) - 1)
+        limit = min(wanted, num_left)
         untold = self.tokens[self._num_told :]
         self._num_told = len(self.tokens)
         self._guess = draft(request.drafting, untold, max_tokens=limit, vocab_size=request.vocab_size)
@@ -174,7 +183,10 @@ class Stream:
         self._check(sampled, num_expected)
         if not num_expected:
             return None
+        forced = unpack_tokens(result.forced) if result is not None else []
+        self._check_ids(forced)
         new = self._accept(sampled)
+        self._forced = tuple(forced)
         finish_reason = self._finish_reason(new)
         self._account.generated(len(new), now)
         logprobs = result.logprobs[: len(new)] if result is not None and result.logprobs is not None else None
@@ -185,10 +197,10 @@ class Stream:
         drafts, self._drafts = self._drafts, ()
         accepted = num_accepted(drafts, sampled) if drafts else 0
         new = sampled[: accepted + 1]
-        if self._guess:
+        if self._guess and not self._is_certain:
             # The bonus token shows whether one draft more would have been right: a stream that sends none learns from that.
             self._acceptance.observe(num_accepted(self._guess, new), min(len(self._guess), len(new)))
-            self._guess = ()
+        self._guess = ()
         new = new[: self.request.max_tokens - len(self.tokens)]
         for count, token in enumerate(new, start=1):
             if token in self.request.eos_token_ids:
@@ -221,7 +233,10 @@ class Stream:
     def _check(self, sampled: Sequence[int], num_expected: int) -> None:
         if len(sampled) != num_expected:
             raise ProtocolError(f"the last stage answered {len(sampled)} tokens where {num_expected} were asked for")
-        for token in sampled:
+        self._check_ids(sampled)
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
             if not 0 <= token < self.request.vocab_size:
                 raise ProtocolError(f"the last stage answered token {token}; the vocabulary has {self.request.vocab_size}")
 

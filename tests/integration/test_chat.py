@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from langchain_core.messages import HumanMessage
+from langchain_core.messages.ai import add_ai_message_chunks
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
@@ -18,6 +20,7 @@ from langchain_pshard import ChatPShard
 from langchain_pshard.core.bundle import load_manifest
 from langchain_pshard.core.errors import BundleError, FleetMismatchError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from tests.support.bundles import TinyBundle
+from tests.support.json_schemas import conforms, random_schema
 
 PROMPTS = [f"Tell me about {topic}." for topic in ("ships", "snow", "日本", "👩‍👩‍👧", "tea", "<|im_end|>", "chess", "rain")]
 
@@ -125,6 +128,24 @@ def test_what_cannot_be_reached_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkerUnreachableError, match=r"127\.0\.0\.1:9"):
         ChatPShard(workers=["tcp://127.0.0.1:9"], connect_timeout=0.5).invoke("Hi")
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_answers_and_forced_calls_follow_any_schema_streamed_or_not(tiny_fleet: list[str], seed: int) -> None:
+    plain = random_schema(random.Random(1000 + seed))
+    schema = plain | {"title": "Record"}
+    with ChatPShard(workers=tiny_fleet) as model:
+        bound = model.with_structured_output(schema)
+        answer = bound.invoke("Hi")
+        assert conforms(answer, plain)
+        assert list(bound.stream("Hi"))[-1] == answer
+        tool = {"name": "save", "description": "Save.", "parameters": schema}
+        forced = model.bind_tools([tool], tool_choice="any")
+        [call] = forced.invoke("Hi").tool_calls
+        chunks = list(forced.stream("Hi"))
+    assert call["name"] == "save"
+    assert conforms(call["args"], plain)
+    assert add_ai_message_chunks(chunks[0], *chunks[1:]).tool_calls[0]["args"] == call["args"]
 
 
 def test_workers_that_are_no_chain_are_refused_by_name(tiny_fleet: list[str], tiny_bundle: TinyBundle) -> None:

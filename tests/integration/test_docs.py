@@ -11,16 +11,20 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 
 from export_tools.cli import main as export_command
+from export_tools.plan_command import plan
 from langchain_pshard import ChatPShard
 from langchain_pshard.call_options import CallOptions
 from langchain_pshard.core import errors, messages
 from langchain_pshard.prompt import TemplateError
 from tests.support.bundles import TinyBundle
 from workers.cli import command as worker_command
+from workers.measure import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS: dict[str, click.Command] = {"pshard-worker": worker_command, "pshard-export": export_command}
+WORDS: dict[str, click.Command] = {"pshard-worker": measure, "pshard-export": plan}
+"""What a first word makes of the commands: `pshard-worker measure`, `pshard-export plan`."""
 REFERENCES = {"pshard-worker": "docs/operations.md", "pshard-export": "docs/export.md"}
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -85,7 +89,7 @@ def test_option_tables_are_complete_and_true(program: str) -> None:
 
 @pytest.mark.parametrize("program", COMMANDS)
 def test_commands_in_documents_use_options_that_exist(program: str) -> None:
-    _, known = options(COMMANDS[program])
+    known = options(COMMANDS[program])[1] | options(WORDS[program])[1]
     lines = [line for path in DOCUMENTS for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(f"{program} ")]
     assert lines
     unknown = {option for line in lines for option in _OPTION.findall(line.partition("#")[0])} - known

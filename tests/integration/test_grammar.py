@@ -41,6 +41,15 @@ def test_a_regular_expression_is_the_whole_text(client: PipelineClient) -> None:
         assert re.fullmatch(pattern, drawn.text)
 
 
+def test_forced_text_costs_hardly_any_steps(client: PipelineClient) -> None:
+    record = 'name: "[a-z]{2}"; kind: fixed; unit: millimetres; count: [0-9]{2}; end of this record'
+    whole = client.complete(PROMPT, of_regex(record))
+    assert re.fullmatch(record, whole.text)
+    assert whole.stats.num_generated_tokens == len(whole.text) + 1
+    assert whole.stats.num_accepted_tokens > 0.75 * len(whole.text)
+    assert whole.stats.num_steps < 0.25 * len(whole.text)
+
+
 def test_free_streams_beside_it_are_what_they_are_alone(client: PipelineClient) -> None:
     free = GenerationParams(max_tokens=40)
     alone = client.complete(PROMPT, free)
@@ -70,7 +79,8 @@ def run(client: PipelineClient, schemas: Sequence[dict[str, object]], *, with_dr
     streams = [
         client.generate(
             PROMPT,
-            GenerationParams(max_tokens=1500, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))),
+            # A fixed number: left to itself the client soon sends none of such drafts.
+            GenerationParams(max_tokens=1500, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), draft=None, draft_tokens=3),
             drafter=RandomDrafter(index) if with_drafts else None,
         )
         for index, schema in enumerate(schemas)

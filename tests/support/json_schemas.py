@@ -122,6 +122,12 @@ class RandomDrafter:
     def __init__(self, seed: int) -> None:
         self._source = random.Random(seed)
 
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+    def begin(self, prompt: Sequence[int]) -> RandomDrafter:
+        return self
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Nothing is learnt."""
+
+    def propose(self, max_tokens: int) -> list[int]:
         count = min(max_tokens, self._source.randrange(4))
         return [8 + self._source.choice(b'"{}[]:, abnullerst01') if self._source.random() < 0.8 else 5 for _ in range(count)]

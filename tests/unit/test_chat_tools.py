@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from langchain_pshard.chat_models import ChatPShard
+from langchain_pshard.constraints import finite
 from langchain_pshard.core.errors import CapacityError, DeadlineError, InvalidOptionError, PShardError, WorkerUnreachableError
 from langchain_pshard.core.grammar import GrammarKind
 from langchain_pshard.pipeline.client import PipelineClient
@@ -282,3 +283,21 @@ def test_the_profile_knows_the_context_once_connected(serve: Serve) -> None:
     with ChatPShard(workers=WORKERS, profile={"max_input_tokens": 5}) as model:
         model.invoke("Hi")
         assert model.profile == {"max_input_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "integer"}, {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1}),
+        ({"type": ["integer", "null"], "minimum": 0}, {"type": ["integer", "null"], "minimum": 0, "maximum": 2**53 - 1}),
+        ({"type": "number", "exclusiveMaximum": 1}, {"type": "number", "exclusiveMaximum": 1, "minimum": -(10**15), "multipleOf": 1e-9}),
+        ({"type": "number", "minimum": 10**20}, {"type": "number", "minimum": 10**20}),
+        ({"type": "integer", "enum": [1]}, {"type": "integer", "enum": [1]}),
+        ({"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}),
+        ({"type": "object", "additionalProperties": True}, {"type": "object", "additionalProperties": True}),
+        ({"allOf": [{"type": "object", "properties": {}}]}, {"allOf": [{"type": "object", "properties": {}}]}),
+        ({"enum": [{"type": "object"}]}, {"enum": [{"type": "object"}]}),
+    ],
+)
+def test_schemas_are_narrowed_where_a_model_would_not_stop(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert finite(schema) == expected

@@ -111,6 +111,30 @@ def test_drafts_and_chunks_change_nothing_and_the_text_conforms(compiler: Gramma
     assert step(replayed, len(PROMPT) + len(plain) - 2, plain[-2:-1], SliceKind.ROWS, 1) == [EOS_ID]
 
 
+def test_what_is_forced_is_suggested_and_what_follows_accepts_it(compiler: GrammarCompiler) -> None:
+    head = Head(compiler)
+    head.open(KEY, SamplingParams(), grammar=Grammar(GrammarKind.REGEX, "ab(c|d)efg"))
+
+    def result(start: int, tokens: Sequence[int], kind: SliceKind, num_sampled: int) -> tuple[str, str]:
+        rows = np.array([logits_at(start + row) for row in range(num_sampled)])
+        piece = RunSlice(key=KEY, start=start, tokens=np.array(tokens, np.int32), kind=kind, num_sampled=num_sampled)
+        [found] = head.sample(rows, [piece])
+        return decode(tokens_of(found)), decode(np.frombuffer(found.forced, "<i4").tolist())
+
+    assert result(0, PROMPT, SliceKind.PREFILL, 1) == ("a", "b")
+    sampled, forced = result(3, encode("ab"), SliceKind.ROWS, 2)
+    assert (sampled[0], forced) == ("b", "efg")
+    choice = sampled[1]
+    other = "c" if choice == "d" else "d"
+    assert result(3, encode("ab" + other), SliceKind.ROWS, 3)[1] == "efg"  # a wrong draft: what follows the sampled token
+    rest = head.sample(
+        np.array([logits_at(position) for position in range(4)]),
+        [RunSlice(key=KEY, start=5, tokens=np.array(encode(choice + "efg"), np.int32), kind=SliceKind.ROWS, num_sampled=4)],
+    )[0]
+    assert tokens_of(rest) == [*encode("efg"), EOS_ID]
+    assert rest.forced == b""
+
+
 def test_regular_expressions_and_lark(compiler: GrammarCompiler) -> None:
     for grammar, text in (
         (Grammar(GrammarKind.REGEX, "a(b|c)d"), "a"),

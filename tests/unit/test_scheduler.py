@@ -226,6 +226,27 @@ def test_plans_keep_their_bounds(
 
 
 @given(
+    observed=st.lists(
+        st.tuples(st.integers(0, 130), st.integers(0, 300), st.lists(st.integers(0, 10**7), min_size=2, max_size=2), st.floats(0, 1e5)),
+        max_size=40,
+    ),
+    prefilling=st.lists(st.integers(1, 5000), min_size=1, max_size=5),
+    num_decoding=st.integers(0, 200),
+)
+def test_whatever_was_measured_there_is_a_plan(
+    observed: list[tuple[int, int, list[int], float]], prefilling: list[int], num_decoding: int
+) -> None:
+    learned = StepCosts(2)
+    for num_rows, num_prompt_tokens, compute_us, round_trip_ms in observed:
+        timings = [StageTiming(0, us) for us in compute_us]
+        learned.observe(num_rows=num_rows, num_prompt_tokens=num_prompt_tokens, timings=timings, round_trip_ms=round_trip_ms)
+    found = plan(situation(ready=ids(*range(1, num_decoding + 1)), prefilling=tuple(enumerate(prefilling, start=1000))), learned)
+    assert found is not None
+    assert found.chunks or num_decoding
+    assert all(chunk.num_tokens != 1 or prefilling[chunk.stream - 1000] == 1 for chunk in found.chunks)
+
+
+@given(
     lengths=st.lists(st.integers(2, 800), min_size=1, max_size=12),
     arrivals=st.integers(0, 40),
     learned=st.sampled_from([MEMORY_BOUND, COMPUTE_BOUND, FAR]),

@@ -76,6 +76,7 @@ CASES: list[tuple[str, ToolFormat, str, str, list[tuple[str, str]]]] = [
     ("no closing", HERMES, f"<tool_call>{ADD}", "", [("add", ADD_ARGS)]),
     ("bare in a marked format", HERMES, ADD, "", [("add", ADD_ARGS)]),
     ("list", MISTRAL, f"[TOOL_CALLS][{ADD}, {WEATHER}]", "", [("add", ADD_ARGS), ("get weather", WEATHER_ARGS)]),
+    ("a fenced list", MISTRAL, f"```json\n[{ADD}]\n```", "", [("add", ADD_ARGS)]),
     ("name and args", MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{}', "", [("add", '{"a": 1}'), ("add", "{}")]),
     ("name, id and args", MISTRAL, '[TOOL_CALLS]add[CALL_ID]abc123456[ARGS]{"a": 1}', "", [("add", '{"a": 1}')]),
     ("parameters", LLAMA, '{"name": "add", "parameters": {"a": "x"}}', "", [("add", '{"a": "x"}')]),
