@@ -16,6 +16,8 @@ _WORKING_BYTES = 700 << 20
 """What they take beyond what is loaded already when the check is made."""
 _WORKING_FACTOR = 1.5
 """Of a stage's float weights: the weights, and copies of a few matrices while they are compressed."""
+_COMPILED_FACTOR = 2
+"""Of a sample's stored weights: themselves, and as the compiled graph packs them anew."""
 _SMALL_FILES_BYTES = 48 << 20  # tokenizer, graphs without weights, records
 
 
@@ -44,6 +46,21 @@ def needs(sizes: WeightSizes, spans: Sequence[LayerSpan], modes: WeightModes) ->
         disk=int(parts * 1.02) + _SMALL_FILES_BYTES,
         heaviest_stage=heaviest_stage,
     )
+
+
+def check_measuring(sizes: WeightSizes, samples: Sequence[LayerSpan], modes: WeightModes, available_bytes: int) -> None:
+    """Refuse to measure `samples` where memory will not hold them: one in float32 while it is made, all of them compressed and compiled.
+
+    Raises:
+        UsageError: with needed and available figures.
+    """
+    compiled = _COMPILED_FACTOR * sum(_stored(sizes, span, modes) for span in samples)
+    needed = int(_heaviest(sizes, samples)[0] * _WORKING_FACTOR + compiled) + _WORKING_BYTES
+    if needed > available_bytes:
+        raise UsageError(
+            f"not enough memory to measure costs: it needs {gib(needed)}, {gib(available_bytes)} is available,"
+            f" {gib(needed - available_bytes)} short: export with --no-measure, or close other programs"
+        )
 
 
 def check_memory(needed: Needs, available_bytes: int, *, num_stages: int, num_layers: int) -> None:
@@ -84,3 +101,10 @@ def _heaviest(sizes: WeightSizes, spans: Sequence[LayerSpan]) -> tuple[int, int]
     """Float bytes of the largest stage, and which it is."""
     weights = [sizes.span_numbers(span) * FLOAT_BYTES for span in spans]
     return max(weights), weights.index(max(weights))
+
+
+def _stored(sizes: WeightSizes, span: LayerSpan, modes: WeightModes) -> float:
+    """Stored bytes of a stage of this span."""
+    ends = modes.part_bytes(sizes.embedding, modes.embedding) * (span.start == 0)
+    ends += modes.part_bytes(sizes.head, modes.head) * (span.end == len(sizes.layers))
+    return modes.part_bytes(sum(sizes.layers[span.start : span.end]), modes.layers) + ends

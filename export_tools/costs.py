@@ -10,6 +10,7 @@ than itself, and what a decoded token costs there is still the weights it reads.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -98,6 +99,7 @@ def solve(
 def measure_costs(
     cut: Callable[[LayerSpan], StageModule],
     shape: ModelShape,
+    spans: Sequence[LayerSpan],
     kinds: Sequence[Hashable],
     stored: PartBytes,
     *,
@@ -110,19 +112,20 @@ def measure_costs(
     Args:
         cut: gives the stage module of a span; called for few spans, one after another.
         shape: the model's numbers.
+        spans: what to measure, from `spans_to_measure`.
         kinds: of each layer, from `layer_kinds`.
         stored: stored bytes of the parts.
         modes: how the parts are stored.
         activation_group_size: as in the manifest.
         progress: shows each step.
     """
-    spans = spans_to_measure(kinds, stored.layers)
     compiled = []
-    with progress.task(f"measuring costs: preparing {len(spans)} samples", total=len(spans)) as advance:
-        for span in spans:
+    for span in spans:
+        with progress.task(f"measuring costs: preparing layers {span}"):
             model = _sample(cut(span), shape, span, modes)
             compiled.append(ov.Core().compile_model(model, "CPU", fast_properties(activation_group_size, threads=1)))
-            advance(1)
+            del model
+            gc.collect()  # modules and graphs hold one another; only one sample is there in float32
     with progress.task("measuring costs: timing"):
         timers = [
             _Timer(stage, shape, is_first=span.start == 0, is_last=span.end == shape.num_layers)

@@ -120,7 +120,7 @@ def summary(manifest: Manifest, bundle: Path) -> str:
         for idx, stage in enumerate(manifest.stages)
     ]
     if manifest.costs is None:
-        lines.append("  costs were not measured: a cut that was not given balances weight bytes")
+        lines.append("  costs were not measured (--no-measure): a cut that was not given balances weight bytes")
     lines += ["", _verification(manifest)]
     options = "" if "paged" in manifest.runners else f" --runner {manifest.runners[0]}"
     if options:
@@ -151,6 +151,7 @@ def as_json(manifest: Manifest, bundle: Path) -> str:
         "head": manifest.head_mode.value,
         "runners": list(manifest.runners),
         "stages": stages,
+        "costs": msgspec.to_builtins(manifest.costs),
         "verification": msgspec.to_builtins(manifest.verification),
     }
     return json.dumps(document, indent=1)

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export_tools.write import disk_errors, flush_tree, replace_folder, write_flushed
-from langchain_pshard.core.bundle import MANIFEST_NAME, Manifest, ModelCosts, StageEntry, Verification, stage_dir, verify_files
+from langchain_pshard.core.bundle import MANIFEST_NAME, LayerSpan, Manifest, ModelCosts, StageEntry, Verification, stage_dir, verify_files
 from langchain_pshard.core.errors import BundleError, UsageError
 
 _BUNDLE, _LOCK, _COSTS = "bundle", "lock", "costs.json"
@@ -60,11 +60,13 @@ class Draft:
         self._target = target
         self.is_published = False
 
-    def finished(self, stage_idx: int) -> tuple[StageRecord, dict[str, NDArray[Any]]] | None:
-        """The record of a stage that is there and whole; None when it has to be made."""
+    def finished(self, stage_idx: int, span: LayerSpan) -> tuple[StageRecord, dict[str, NDArray[Any]]] | None:
+        """The record of a stage of this span that is there and whole; None when it has to be made."""
         path = self._record(stage_idx)
         try:
             record = msgspec.json.decode(path.read_bytes(), type=StageRecord)
+            if record.entry.span != span:
+                return None  # costs that were lost and measured again may cut elsewhere; the key knows only what was asked for
             verify_files(self.bundle, record.entry.files)
             with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
                 return record, dict(arrays)
@@ -119,10 +121,9 @@ class Draft:
 def kept_costs(target: Path, key: str) -> ModelCosts | None:
     """What an interrupted export has measured: measured again it would differ, and with it perhaps the cut and every stage."""
     try:
-        data = (_folder(target, key) / _COSTS).read_bytes()
-    except FileNotFoundError:
-        return None
-    return msgspec.json.decode(data, type=ModelCosts)
+        return msgspec.json.decode((_folder(target, key) / _COSTS).read_bytes(), type=ModelCosts)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None  # never measured, or damaged since: measured again
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import psutil
 from export_tools import budget, genai, verify
 from export_tools.compress import WeightModes, activation_group_size, compress_stage, save_stage
 from export_tools.convert import convert_stage
-from export_tools.costs import PartBytes, layer_kinds, measure_costs
+from export_tools.costs import PartBytes, layer_kinds, measure_costs, spans_to_measure
 from export_tools.draft import Draft, StageRecord, draft_key, kept_costs, open_draft, remove_stale_drafts
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
@@ -148,13 +148,12 @@ def export_bundle(
             "exporter": _exporter_digest(),
         }
     )
+    given = None if layers is None else spans_from_counts(layers, shape.num_layers, num_stages)
+    if measure:  # which takes a while: what no cut could help is refused before
+        _check_memory(sizes, given or lightest_spans(sizes, num_stages or 1), modes)
     costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, progress) if measure else None
-    if layers is None:
-        spans = balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
-    else:
-        spans = spans_from_counts(layers, shape.num_layers, num_stages)
-    needed = budget.needs(sizes, spans, modes)
-    budget.check_memory(needed, psutil.virtual_memory().available, num_stages=len(spans), num_layers=shape.num_layers)
+    spans = given or balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
+    needed = _check_memory(sizes, spans, modes)
     job = _Job(
         source=found,
         weights=reader,
@@ -199,7 +198,7 @@ def _make_stages(job: _Job, draft: Draft) -> tuple[tuple[StageEntry, ...], Verif
     entries = []
     with job.progress.task("export", total=sum(job.weights.stored_bytes(span) for span in job.spans)) as advance:
         for stage_idx, span in enumerate(job.spans):
-            finished = draft.finished(stage_idx)
+            finished = draft.finished(stage_idx, span)
             if finished is not None:
                 record, carried = finished[0], _unpacked(*finished)
                 job.progress.note(f"stage {stage_idx} of {len(job.spans)}, layers {span}: kept from the interrupted export")
@@ -301,14 +300,30 @@ def cutting_costs(costs: ModelCosts | None, stored: PartBytes) -> tuple[list[flo
     return [layers[0] + costs.embedding.decode_ms, *layers[1:]], costs.head.decode_ms
 
 
+def lightest_spans(sizes: WeightSizes, num_stages: int) -> tuple[LayerSpan, ...]:
+    """The cut whose largest stage takes least memory. Pure."""
+    return balanced_spans([sizes.layers[0] + sizes.embedding, *sizes.layers[1:]], sizes.head, num_stages)
+
+
+def _check_memory(sizes: WeightSizes, spans: tuple[LayerSpan, ...], modes: WeightModes) -> budget.Needs:
+    """What a cut needs; raises UsageError where memory will not hold it."""
+    needed = budget.needs(sizes, spans, modes)
+    budget.check_memory(needed, psutil.virtual_memory().available, num_stages=len(spans), num_layers=len(sizes.layers))
+    return needed
+
+
 def _measured(
     source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
 ) -> ModelCosts:
-    """Time a few short spans, each read by itself: nothing larger than a stage comes into memory."""
+    """Time a few short spans, each read by itself."""
+    kinds = layer_kinds(reader.empty_model().model.layers)
+    samples = spans_to_measure(kinds, stored.layers)
+    budget.check_measuring(sizes, samples, modes, psutil.virtual_memory().available)
     return measure_costs(
         lambda span: cut_stage(reader.read(span), source.shape, span),
         source.shape,
-        layer_kinds(reader.empty_model().model.layers),
+        samples,
+        kinds,
         stored,
         modes=modes,
         activation_group_size=activation_group_size(sizes.channel_counts, modes),

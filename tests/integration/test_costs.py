@@ -6,15 +6,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+import export_tools.export
 from benchmarks.fleet import running_worker
 from export_tools.cli import main
+from export_tools.display import as_json
 from export_tools.export import export_bundle
 from export_tools.fleet import parse_fleet
-from langchain_pshard.core.bundle import WeightMode, load_manifest
+from langchain_pshard.core.bundle import ModelCosts, WeightMode, load_manifest
+from langchain_pshard.core.errors import UsageError
 from tests.support.bundles import TinyBundle
 from tests.support.models import build_tiny
 
@@ -69,6 +74,25 @@ def test_measured_costs_are_in_the_manifest_and_balance_the_stages(bundle: Path)
     assert [stage.cost for stage in manifest.stages] == [costs.stage(stage.span) for stage in manifest.stages]
     first, second = (costs.stage(stage.span).decode_ms for stage in manifest.stages)
     assert abs(first - second) <= costs.layers[0].decode_ms + 1e-3  # one layer more or less would not help
+
+
+def test_what_memory_cannot_hold_is_refused_before_measuring(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object, **__: object) -> None:
+        pytest.fail("measured first")
+
+    monkeypatch.setattr(export_tools.export, "measure_costs", measured)
+    for available, words in ((1 << 20, "not enough memory: stage 0 of 1"), (900 << 20, "measured first")):
+        monkeypatch.setattr(export_tools.export.psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
+        with pytest.raises((UsageError, pytest.fail.Exception), match=words):
+            export_bundle(str(model), tmp_path / "bundle", measure=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_reads_the_costs(bundle: Path) -> None:
+    manifest = load_manifest(bundle)
+    document = json.loads(as_json(manifest, bundle))
+    assert msgspec.convert(document["costs"], ModelCosts) == manifest.costs
+    assert [stage["decode_ms"] for stage in document["stages"]] == [stage.cost and stage.cost.decode_ms for stage in manifest.stages]
 
 
 def test_a_plan_from_a_measured_bundle(bundle: Path, fleet: Path) -> None:

@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from export_tools.budget import check_measuring
+from export_tools.compress import WeightModes
 from export_tools.costs import PartBytes, layer_kinds, solve, spans_to_measure
-from export_tools.export import cutting_costs
+from export_tools.export import cutting_costs, lightest_spans
 from export_tools.profile import estimated_profile, profile_of_manifest
+from export_tools.weights import WeightSizes
 from langchain_pshard.core.bundle import LayerSpan, MachineSpeed, Manifest, ModelCosts, PartCost, StageCost, WeightMode
-from langchain_pshard.core.errors import BundleError
+from langchain_pshard.core.errors import BundleError, UsageError
 from langchain_pshard.core.yardstick import (
     PREFILL_ROWS,
     REFERENCE_DECODE_MS,
@@ -109,6 +112,20 @@ def test_bytes_decide_the_cut_where_nothing_was_measured() -> None:
     stored = PartBytes(layers=(5, 5, 5), embedding=90, head=7)
     assert cutting_costs(None, stored) == ([5.0, 5.0, 5.0], 7.0)
     assert cutting_costs(measured(), stored) == ([1.25, 2.0, 3.0, 4.0], 6.0)
+
+
+def test_measuring_needs_one_sample_in_float32_and_all_of_them_compiled() -> None:
+    sizes = WeightSizes(
+        layers=(10 * MIB,) * 4, embedding=100 * MIB, head=50 * MIB, is_tied=False, largest_tensor=100 * MIB, channel_counts=frozenset({64})
+    )
+    samples = (LayerSpan(0, 1), LayerSpan(1, 2), LayerSpan(1, 3), LayerSpan(3, 4))
+    # the first sample in float32, half as much again, both ends and five layers in int8 twice, and the libraries
+    needed = (110 * 4 * 3 // 2 + 2 * (100 + 50 + 5 * 10) + 700) * MIB
+    modes = WeightModes.of(WeightMode.INT8, embedding=None, head=None, group_size=128)
+    check_measuring(sizes, samples, modes, needed)
+    with pytest.raises(UsageError, match=r"to measure costs: .*--no-measure"):
+        check_measuring(sizes, samples, modes, needed - 1)
+    assert lightest_spans(sizes, 2) == (LayerSpan(0, 1), LayerSpan(1, 4))
 
 
 def test_costs_are_part_of_the_manifest_and_must_fit_it() -> None:

@@ -110,13 +110,14 @@ def test_finished_stages_are_found_again_and_others_are_not(tmp_path: Path) -> N
         interrupted()
     assert not target.exists()
     with open_draft(target, KEY) as draft:
-        found = draft.finished(0)
+        found = draft.finished(0, LayerSpan(0, 1))
         assert found is not None
         assert found[0].entry.span == LayerSpan(0, 1)
+        assert draft.finished(0, LayerSpan(0, 2)) is None  # of another cut
         assert found[1]["hidden"].tolist() == [0, 1, 2]
         (draft.bundle / "stage-1" / "weights.bin").write_bytes(b"stage 2")  # damaged since
-        assert draft.finished(1) is None
-        assert draft.finished(2) is None
+        assert draft.finished(1, LayerSpan(1, 2)) is None
+        assert draft.finished(2, LayerSpan(2, 3)) is None
         entries = (found[0].entry, make_stage(draft, 1, "again"), make_stage(draft, 2, "new"))
         draft.publish(manifest_of(entries, "whole"))
     assert contents(target).keys() == {"manifest.json", *(f"stage-{idx}/weights.bin" for idx in range(3))}
@@ -130,7 +131,7 @@ def test_a_draft_in_use_is_neither_entered_nor_removed(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="another export"), open_draft(target, KEY):
             pass
         assert remove_stale_drafts(target, "another key") == 0
-        assert draft.finished(0) is not None
+        assert draft.finished(0, LayerSpan(0, 1)) is not None
 
 
 def test_stale_drafts_of_this_target_alone_are_removed(tmp_path: Path) -> None:
@@ -160,6 +161,8 @@ def test_measured_costs_outlive_an_interruption(tmp_path: Path) -> None:
         make_stage(draft, 0, "first")
     assert kept_costs(target, KEY) == costs
     assert kept_costs(target, "another key") is None
+    next(tmp_path.glob(f".bundle.draft-{KEY}/costs.json")).write_bytes(b"{")
+    assert kept_costs(target, KEY) is None  # damaged: measured again
 
 
 def test_publication_replaces_a_bundle(tmp_path: Path) -> None:
