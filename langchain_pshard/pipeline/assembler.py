@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from langchain_pshard.core.sampling import TokenLogprobs
-from langchain_pshard.pipeline.generation import FinishReason, Generation, GenerationChunk, GenerationEnd
+from langchain_pshard.pipeline.generation import FinishReason, Generation, GenerationChunk, GenerationEnd, GenerationStats
 from langchain_pshard.pipeline.stream import Delivery
 
 
@@ -29,21 +31,37 @@ class Assembler:
         self._text = text
 
     def chunk(self, delivery: Delivery) -> GenerationChunk:
-        """The chunk of these tokens. Its `end` is set by a stop string, or by the stream's own end."""
+        """The chunk of these tokens. Its `end` is set by a stop string, or by the stream's own end.
+
+        Tokens behind a stop string are left out and not counted: how many verified drafts came along with it is a matter of speed, and no
+        part of an answer may depend on that.
+        """
         reason = delivery.finish_reason
         # A stream that stopped by itself did so at an end token, which never shows, whatever the tokenizer thinks of it.
         visible = delivery.tokens[:-1] if reason is FinishReason.STOP else delivery.tokens
-        text = self._text.push(visible)
+        text = ""
+        num_kept = len(delivery.tokens)
+        for count, token in enumerate(visible, start=1):
+            text += self._text.push((token,))
+            if self._text.is_stopped:
+                num_kept = count
+                break
         if reason is not None and not self._text.is_stopped:
             text += self._text.finish()
         if self._text.is_stopped:
             reason = FinishReason.STOP
         return GenerationChunk(
             text=text,
-            token_ids=delivery.tokens,
-            logprobs=delivery.logprobs,
-            end=None if reason is None else GenerationEnd(finish_reason=reason, stats=delivery.stats),
+            token_ids=delivery.tokens[:num_kept],
+            logprobs=delivery.logprobs if delivery.logprobs is None else delivery.logprobs[:num_kept],
+            end=None if reason is None else GenerationEnd(finish_reason=reason, stats=_without(delivery, num_kept)),
         )
+
+
+def _without(delivery: Delivery, num_kept: int) -> GenerationStats:
+    """The account of a delivery of which only the first tokens count."""
+    stats = delivery.stats
+    return msgspec.structs.replace(stats, num_generated_tokens=stats.num_generated_tokens - len(delivery.tokens) + num_kept)
 
 
 def joined(chunks: Iterable[GenerationChunk]) -> Generation:
