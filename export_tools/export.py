@@ -91,8 +91,9 @@ def export_bundle(
 ) -> Manifest:
     """Export a model into a bundle that appears at `out` whole or not at all.
 
-    One stage is in memory at a time: at most twice its float32 weights and 1.5 GiB. An interrupted export leaves its finished stages in
-    a hidden folder beside `out`; the same call continues there.
+    One stage is in memory at a time: at most twice its float32 weights and 1.5 GiB; measuring holds a few short samples, which may be more
+    where stages have few layers. An interrupted export leaves its finished stages in a hidden folder beside `out`; the same call continues
+    there.
 
     Args:
         source: a model folder, a .gguf file, a hub id, or "demo".
