@@ -82,7 +82,8 @@ def test_shards_of_the_real_model_generate_what_transformers_does(
     real_reference: list[int], tmp_path: Path, layers: tuple[int, ...]
 ) -> None:
     bundle = tmp_path / "bundle"  # a gigabyte, so not kept
-    export_bundle("demo", bundle, layers=layers, weights=WeightMode.FP32)
+    # Unverified: what the exporter would check on a few tokens is what this test holds over all of them.
+    export_bundle("demo", bundle, layers=layers, weights=WeightMode.FP32, verify_shards=False)
     assert len(set(real_reference)) > 20
     assert generate_with_shards(bundle, REAL_PROMPT, len(real_reference), threads=2) == real_reference
 
