@@ -10,10 +10,8 @@ from export_tools.weights import FLOAT_BYTES, WeightSizes
 from langchain_pshard.core.bundle import LayerSpan
 from langchain_pshard.core.errors import UsageError
 
-LIBRARIES_BYTES = 1536 << 20
-"""What the bound on peak memory grants beside the weights: torch, transformers, nncf and OpenVINO, tokenizer and graphs."""
 _WORKING_BYTES = 700 << 20
-"""What they take beyond what is loaded already when the check is made."""
+"""What torch, transformers, nncf and OpenVINO, tokenizer and graphs take beyond what is loaded already when the check is made."""
 _WORKING_FACTOR = 1.5
 """Of a stage's float weights: the weights, and copies of a few matrices while they are compressed."""
 _COMPILED_FACTOR = 2
@@ -28,11 +26,6 @@ class Needs:
     memory: int
     disk: int
     heaviest_stage: int
-
-
-def memory_bound(sizes: WeightSizes, spans: Sequence[LayerSpan]) -> int:
-    """The bytes an export never exceeds: twice the float weights of the largest stage, and the libraries."""
-    return 2 * _heaviest(sizes, spans)[0] + LIBRARIES_BYTES
 
 
 def needs(sizes: WeightSizes, spans: Sequence[LayerSpan], modes: WeightModes) -> Needs:

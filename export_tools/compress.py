@@ -30,7 +30,6 @@ _HEAD_PREFIX = "__module.lm_head/"
 _SMALLEST_GROUP = 32
 _LARGEST_ACTIVATION_GROUP = 128  # 256 was measured not to be exact
 _UNNAMED = re.compile(r"[A-Za-z0-9]+_\d+")
-_BITS = {WeightMode.INT4: 4, WeightMode.INT8: 8, WeightMode.FP16: 16, WeightMode.FP32: 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class WeightModes:
 
     def part_bytes(self, numbers: int, mode: WeightMode) -> float:
         """Bytes of so many weights in `mode`, with their scales: one of 16 bits a group of int4."""
-        per_number = _BITS[mode] / 8 + (2 / self.group_size if mode is WeightMode.INT4 else 0)
+        per_number = mode.bits / 8 + (2 / self.group_size if mode is WeightMode.INT4 else 0)
         return numbers * per_number
 
 

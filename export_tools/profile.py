@@ -12,8 +12,6 @@ from export_tools.placement import ModelProfile
 from langchain_pshard.core.bundle import Manifest, ModelCosts, PartCost, WeightMode
 from langchain_pshard.core.yardstick import REFERENCE_DECODE_MS, REFERENCE_PREFILL_MS, YARDSTICK_BYTES, YARDSTICK_PARAMETERS
 
-BITS = {WeightMode.INT4: 4, WeightMode.INT8: 8, WeightMode.FP16: 16, WeightMode.FP32: 32}
-"""Bits of a stored weight, its scale aside."""
 _HIDDEN_VALUE_BYTES = 4  # float32 on the wire
 _KV_VALUE_BYTES = 2  # f16 under `fast`
 
@@ -78,7 +76,7 @@ def estimated_profile(
 
 
 def _estimated(num_bytes: int, mode: WeightMode) -> PartCost:
-    parameters = num_bytes * 8 / BITS[mode]
+    parameters = num_bytes * 8 / mode.bits
     return PartCost(
         decode_ms=num_bytes / YARDSTICK_BYTES * REFERENCE_DECODE_MS,
         prefill_ms=parameters / YARDSTICK_PARAMETERS * REFERENCE_PREFILL_MS,
@@ -95,8 +93,8 @@ def _at_reference(part: PartCost, costs: ModelCosts) -> PartCost:
 def _bytes_of_manifest(manifest: Manifest) -> tuple[list[int], int, int]:
     """Stored bytes of the parts, where the manifest names only those of whole stages: what the ends do not explain is spread evenly."""
     matrix = manifest.vocab_size * manifest.hidden_size
-    embedding = matrix * BITS[manifest.embedding_mode] // 8
-    head = matrix * BITS[manifest.head_mode] // 8
+    embedding = matrix * manifest.embedding_mode.bits // 8
+    head = matrix * manifest.head_mode.bits // 8
     weights = sum(file.num_bytes for stage in manifest.stages for file in stage.files if file.path.endswith(".bin"))
     layer = max(1, (weights - embedding - head) // manifest.num_layers)
     return [layer] * manifest.num_layers, embedding, head

@@ -42,6 +42,11 @@ class WeightMode(Enum):
     FP16 = "fp16"
     FP32 = "fp32"
 
+    @property
+    def bits(self) -> int:
+        """Of one weight, its scale not counted."""
+        return {"int4": 4, "int8": 8, "fp16": 16, "fp32": 32}[self.value]
+
 
 class LayerSpan(msgspec.Struct, frozen=True, order=True):
     """Half-open range [start, end) of decoder layers."""

@@ -147,8 +147,7 @@ class Session:
                 ended, delivers = self._on_result(message, now)
                 out += ended
             case StepFailed(epoch=epoch) if epoch == self._membership.epoch:
-                ended, delivers = self._on_failed(address, message)
-                out += ended
+                delivers = self._on_failed(address, message)
             case Opened():
                 self._on_opened(message)
             case Refused(request=request):
@@ -243,7 +242,7 @@ class Session:
                     ended.append((stream, None))
         return self._end(ended), delivers
 
-    def _on_failed(self, address: str, message: StepFailed) -> tuple[list[Instruction], list[Instruction]]:
+    def _on_failed(self, address: str, message: StepFailed) -> list[Instruction]:
         """Streams named in it end, unless they have already."""
         ended: list[tuple[Stream, PShardError | None]] = []
         for failure in message.failures:
@@ -251,7 +250,7 @@ class Session:
             if stream is not None:
                 text = f"stage {message.stage_idx} at {address} failed a step: {failure.message}"
                 ended.append((stream, error_from_code(failure.code, text)))
-        return [], self._end(ended)
+        return self._end(ended)
 
     def _on_opened(self, message: Opened) -> None:
         stream_id = self._opens.pop(message.request, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,3 +86,12 @@ class FakeClient:
             way_ms=6.0,
         )
         return GenerationChunk(text=self.end_text, token_ids=(2,), end=GenerationEnd(finish_reason=self.finish_reason, stats=stats))
+
+
+WORKERS = ["tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"]
+Serve = Callable[..., FakeClient]
+"""Makes whatever connects from now on get a fake with these scripts; the fixture of that name."""
+
+
+def connections(client: FakeClient) -> list[Any]:
+    return client.connected  # type: ignore[attr-defined, no-any-return]

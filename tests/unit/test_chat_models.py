@@ -1,15 +1,10 @@
-"""The chat model above the pipeline: options, chunks, retries, sharing and closing, cache keys, copies."""
+"""The chat model above the pipeline: options, chunks, retries, closing, cache keys."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import gc
-import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +19,7 @@ from pydantic import ValidationError
 
 from langchain_pshard.chat_models import ChatPShard
 from langchain_pshard.core.errors import ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
-from langchain_pshard.pipeline.client import PipelineClient
-from tests.support.fake_client import FakeClient
-from tests.support.tokenizers import byte_level_tokenizer
-
-WORKERS = ["tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"]
-Serve = Callable[..., FakeClient]
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """`serve(*scripts)`: what connects from now on gets this fake; connections are counted on it."""
-
-    def start(*scripts: Any, chat_template: str | None = "", tokenizer: Any = None) -> FakeClient:
-        template = {} if chat_template == "" else {"chat_template": chat_template}
-        client = FakeClient(tokenizer or byte_level_tokenizer(**template), *scripts)
-        client.connected = []  # type: ignore[attr-defined]
-
-        def connect(workers: Any, **options: Any) -> FakeClient:
-            client.connected.append((workers, options))  # type: ignore[attr-defined]
-            return client
-
-        monkeypatch.setattr(PipelineClient, "connect", connect)
-        return client
-
-    yield start
-    gc.collect()
-
-
-def connections(client: FakeClient) -> list[Any]:
-    return client.connected  # type: ignore[attr-defined, no-any-return]
+from tests.support.fake_client import WORKERS, FakeClient, Serve, connections
 
 
 def test_invoke(serve: Serve) -> None:
@@ -280,65 +246,6 @@ async def test_a_cancelled_task_stops_the_work(serve: Serve) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert client.num_stopped == 1
-
-
-# --- batches, loops, threads -----------------------------------------------------------------------------------------------
-
-
-def test_batch_runs_all_at_once(serve: Serve) -> None:
-    client = serve(["x"])
-    client.barrier = threading.Barrier(16)  # breaks unless sixteen calls are in it together
-    with ChatPShard(workers=WORKERS) as model:
-        assert [message.content for message in model.batch([f"p{index}" for index in range(16)])] == ["x!"] * 16
-        assert sorted(index for index, _ in model.batch_as_completed([f"p{index}" for index in range(16)])) == list(range(16))
-        client.barrier = threading.Barrier(2)
-        assert len(model.batch(["a", "b", "c", "d"], {"max_concurrency": 2})) == 4
-    assert len(connections(client)) == 1
-
-
-def test_many_event_loops(serve: Serve) -> None:
-    client = serve()
-    with ChatPShard(workers=WORKERS) as model:
-        assert {asyncio.run(model.ainvoke("Hi")).content for _ in range(3)} == {"Hello world!"}
-    assert len(connections(client)) == 1
-
-
-# --- connection sharing, copies --------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_connected_before_the_first_call_and_equal_settings_share(serve: Serve) -> None:
-    client = serve()
-    model, other = ChatPShard(workers=WORKERS), ChatPShard(workers=WORKERS[::-1], temperature=1.0)
-    assert connections(client) == []
-    model.invoke("Hi")
-    other.invoke("Hi")
-    model.close()
-    model.close()
-    assert not client.is_closed
-    other.close()
-    assert client.is_closed
-    assert len(connections(client)) == 1
-    model.invoke("Hi")  # opens again
-    assert len(connections(client)) == 2
-    client.is_closed = False
-    del model
-    gc.collect()
-    assert client.is_closed
-
-
-def test_copies_and_pickles(serve: Serve) -> None:
-    client = serve()
-    with ChatPShard(workers=WORKERS, temperature=0.5, seed=3) as model:
-        model.invoke("Hi")
-        copies = [copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.model_copy(update={"temperature": 0.9})]
-        for one in copies:
-            assert one.workers == WORKERS
-            assert one.invoke("Hi").content == "Hello world!"
-            one.close()
-        assert not client.is_closed
-        assert [params.sampling.temperature for params in client.params[1:]] == [0.5, 0.5, 0.5, 0.9]
-    assert client.is_closed
-    assert len(connections(client)) == 1
 
 
 # --- what LangChain wants to know -------------------------------------------------------------------------------------------
