@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.errors import ProtocolError
-from langchain_pshard.core.messages import DType, Message, MicroBatch, TensorSpec
+from langchain_pshard.core.messages import Message, MicroBatch, TensorSpec
+from langchain_pshard.core.numerics import DType
 
 Tensor = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 """Hidden states: float32, or the bits of bf16 in uint16."""

@@ -7,7 +7,8 @@ import pytest
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.errors import FleetMismatchError
-from langchain_pshard.core.messages import DType, Numerics, RequestId, StageOffer, Welcome, WorkerId
+from langchain_pshard.core.messages import RequestId, StageOffer, Welcome, WorkerId
+from langchain_pshard.core.numerics import DType, Numerics
 from langchain_pshard.pipeline.chain import assemble
 
 NUMERICS = Numerics(

@@ -12,7 +12,6 @@ from langchain_pshard.core.codec import MAX_HEADER_BYTES, decode, encode, pack_t
 from langchain_pshard.core.errors import ProtocolError
 from langchain_pshard.core.messages import (
     ClientId,
-    DType,
     Epoch,
     Message,
     MicroBatch,
@@ -29,6 +28,7 @@ from langchain_pshard.core.messages import (
     StreamId,
     TensorSpec,
 )
+from langchain_pshard.core.numerics import DType
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from langchain_pshard.core.messages import DType, Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.numerics import DType
 from tests.support.fake_stages import HIDDEN, VOCAB, row, step
 from workers.instructions import Run
 from workers.runners.runner import StreamKey

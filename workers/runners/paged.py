@@ -16,7 +16,8 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
-from langchain_pshard.core.messages import Numerics, SliceKind
+from langchain_pshard.core.messages import SliceKind
+from langchain_pshard.core.numerics import Numerics
 from workers.blocks import BLOCK_TOKENS, BlockPool
 from workers.runners.engine import (
     OV_TYPES,

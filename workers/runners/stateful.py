@@ -19,7 +19,7 @@ import openvino as ov
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import CapacityError, InferenceError, InvalidOptionError
-from langchain_pshard.core.messages import Numerics
+from langchain_pshard.core.numerics import Numerics
 from workers.runners.engine import (
     KV_TYPES,
     OV_TYPES,
