@@ -55,6 +55,8 @@ class StreamRequest:
     timeout_s: float | None = None
     drafting: Drafting | None = None
     """Guesses for this stream, begun on its prompt."""
+    drafts_by_model: bool = False
+    """Guesses come from the fleet's draft model (`model_drafts`), instead of `drafting`."""
     num_drafts: int | None = None
     """How many drafts ride with each step; None: as many as pay."""
     prefix_cache: bool = True
@@ -82,9 +84,13 @@ class Stream:
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
         self.last_step: StepId = StepId(0)
+        self.awaits_guess = False
+        """The draft model has been asked: the stream takes its turn when it answers, or when it is late."""
         self._acceptance = Acceptance()
         self._num_told = 0  # tokens that the drafter knows
         self._guess: tuple[int, ...] = ()
+        self._guess_ahead: tuple[int, ...] = ()
+        """Of the draft model, for the next turn."""
         self._drafts: tuple[int, ...] = ()
         self._forced: tuple[int, ...] = ()
         """What the grammar leaves no choice about next: a guess that needs no drafter."""
@@ -104,7 +110,17 @@ class Stream:
     @property
     def is_ready(self) -> bool:
         """Whether the stream waits for a decode turn."""
-        return self.is_decoding and not self.num_in_flight
+        return self.is_decoding and not self.num_in_flight and not self.awaits_guess
+
+    @property
+    def has_guess(self) -> bool:
+        """Whether the next turn needs no guess: one is there, or a grammar leaves no choice."""
+        return bool(self._forced or self._guess_ahead)
+
+    @property
+    def num_drafts_left(self) -> int:
+        """Drafts that could still become tokens: each step brings one token more."""
+        return self.request.max_tokens - len(self.tokens) - 1
 
     @property
     def shared_prompt(self) -> bytes:
@@ -130,6 +146,15 @@ class Stream:
             num_sampled=1 if self.num_prompt_left == 0 else 0,
         )
 
+    def gains(self, num_drafts: int) -> list[float]:
+        """Tokens that each of so many drafts is expected to add."""
+        return self._acceptance.gains(max(0, num_drafts))
+
+    def guessed(self, tokens: tuple[int, ...]) -> None:
+        """The draft model's guess for the next turn is there."""
+        self.awaits_guess = False
+        self._guess_ahead = tokens
+
     def guess(self, max_drafts: int) -> Offer:
         """Ask the drafter what may follow, at most `max_drafts` tokens (or as many as the caller chose), and what each is worth.
 
@@ -137,11 +162,15 @@ class Stream:
             InvalidOptionError: the caller's drafter failed.
         """
         request = self.request
-        num_left = request.max_tokens - len(self.tokens) - 1
+        num_left = self.num_drafts_left
+        ahead, self._guess_ahead = self._guess_ahead, ()
         self._is_certain = bool(self._forced)
         if self._forced:
             self._guess, self._forced = self._forced[: min(max_drafts, num_left)], ()
             return Offer((1.0,) * len(self._guess), len(self._guess))  # each saves a step that has to come
+        if request.drafts_by_model:
+            self._guess = ahead[:num_left]
+            return Offer(self._acceptance.gains(len(self._guess)), request.num_drafts)
         if request.drafting is None:
             return _NO_OFFER
         wanted = max_drafts if request.num_drafts is None else request.num_drafts
