@@ -83,7 +83,7 @@ class Session:
         )
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
-        self._turns = Turns(max_draft_tokens=options.max_draft_tokens)
+        self._turns = Turns(max_draft_tokens=options.max_draft_tokens, max_chunk_tokens=options.max_chunk_tokens)
         self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
         self._requests = Requests()
