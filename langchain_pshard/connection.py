@@ -35,6 +35,8 @@ class FleetSettings:
     numerics: str
     kv_memory: str | None
     num_threads: int | None
+    drafts: bool = False
+    """Whether a local one serves the bundle's draft model."""
 
 
 class Connection:
@@ -79,6 +81,7 @@ def _local_fleet(settings: FleetSettings, bundle: Path) -> LocalFleet:
         runner=settings.runner,
         numerics=settings.numerics,
         kv_memory=settings.kv_memory,
+        drafts=settings.drafts,
     )
 
 

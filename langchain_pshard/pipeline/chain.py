@@ -179,7 +179,7 @@ def _stages(welcomes: Mapping[str, Welcome]) -> tuple[ChainStage, ...]:
                     f"stage {offer.stage_idx} is served twice, at {other.address} and at {address}: leave one of the two out"
                 )
     if not num_stages:
-        raise FleetMismatchError(f"no worker serves a stage, the draft alone is at {', '.join(welcomes)}: name the workers of the stages too")
+        raise FleetMismatchError(f"no worker serves a stage, only the draft is at {', '.join(welcomes)}: name the stages' workers too")
     if len(num_stages) != 1:
         raise FleetMismatchError(f"the workers disagree on the number of stages: {sorted(num_stages)}")
     expected = range(num_stages.pop())

@@ -94,6 +94,8 @@ class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
     """The same, waiting at a stage for its turn."""
     way_ms: float = 0.0
     """Total time of this stream's steps outside the stages: client to first stage, stage to stage, last stage to client."""
+    guess_ms: float = 0.0
+    """Total time that the stream waited for guesses of the draft model."""
 
     @property
     def num_hops(self) -> int:

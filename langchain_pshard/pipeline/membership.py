@@ -12,7 +12,7 @@ again until it is back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from langchain_pshard.core.bundle import Fingerprint
@@ -161,7 +161,7 @@ class Membership:
             case Phase.READY:
                 lost = self._liveness.check(now)
                 if lost.keys() - self._without_stages:
-                    self.drop(self._lost(lost))
+                    self.drop(self._lost({address: why for address, why in lost.items() if address not in self._without_stages}))
                     return []
                 out = self._miss(lost, now)
                 if now >= self._repeat_at:
@@ -175,6 +175,8 @@ class Membership:
             return self._ask_back(address, member, welcome)
         if self.phase is Phase.READY:
             if known is not None and known.worker != welcome.worker:
+                if address in self._without_stages:
+                    return self._miss({address: "it was restarted"}, now)
                 self.drop(self._lost({address: "it was restarted"}))
             elif self._liveness.is_doubtful:
                 # The worker knows us by the connection that broke; its replies would go nowhere.
@@ -194,6 +196,8 @@ class Membership:
         try:
             chain = assemble(welcomes)
             self._check_model(chain)
+            if self.chain is not None and self.chain.draft is not None and self.chain.draft.address in missing:
+                chain = replace(chain, draft=self.chain.draft)  # it is away, and asked to come back
         except FleetMismatchError as error:
             self.drop(error)
             return []
@@ -223,7 +227,8 @@ class Membership:
         self._liveness = Liveness(
             (address for address, member in self._members.items() if not member.is_away),
             now,
-            timeout_s=self._options.liveness_timeout_s, interval_s=self._options.ping_interval_s
+            timeout_s=self._options.liveness_timeout_s,
+            interval_s=self._options.ping_interval_s,
         )
 
     def _ask(self, now: float) -> list[Instruction]:

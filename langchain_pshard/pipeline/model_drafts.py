@@ -1,8 +1,8 @@
 """Guesses from the fleet's draft model: what a stream asks for, how long it waits, and what comes of it. Pure: time is a parameter.
 
-A stream that is ready for its turn asks first, and takes the turn when the guess is there. Until then it counts as not ready, so all others
-go on. It waits twice as long as a guess takes of late, between `MIN_WAIT_S` and `MAX_WAIT_S`; then it takes a plain step, and asks again once
-the late answer has come. While the draft model still reads the prompt, the stream does not wait at all.
+A stream that is ready for its turn asks first, and takes the turn when the guess is there. Until then it counts as not ready, so all
+others go on. It waits twice as long as a guess takes of late, between `MIN_WAIT_S` and `MAX_WAIT_S`; then it takes a plain step, and asks
+again once the late answer has come. While the draft model still reads the prompt, the stream does not wait at all.
 
 How many tokens it asks for follows from what they cost: the round trip to the draft model, measured, comes on top of the step. Where no
 number pays it asks for none, and tries a few now and then, ever more rarely, to see whether its text has become easier to guess.
@@ -110,7 +110,7 @@ class _Talk:
         tokens = self.stream.tokens[start - len(self.stream.request.prompt) :]
         wait_s = MAX_WAIT_S if guess_ms is None else min(max(LATE_FACTOR * guess_ms(num_drafts) / 1e3, MIN_WAIT_S), MAX_WAIT_S)
         self.ask = _Ask(end, num_drafts, len(tokens), now, now + wait_s)
-        self.stream.awaits_guess = True
+        self.stream.await_guess(now)
         return self._make(start, tokens, SliceKind.ROWS, num_drafts)
 
     def _num_wanted(self, choose: Callable[[Stream, int], int], end: int) -> int:
@@ -143,18 +143,17 @@ class _Talk:
             is_shared=self.stream.request.prefix_cache,
         )
 
-    def answered(self, ask: _Ask, tokens: tuple[int, ...]) -> None:
+    def answered(self, ask: _Ask, tokens: tuple[int, ...], now: float) -> None:
         """The guess that `ask` wanted; it is of use when the stream has waited for it."""
         self.ask = None
         self._answered, self._guess = ask.num_positions, tokens
-        if self.stream.awaits_guess:
-            self.stream.guessed(tokens)
+        self.stream.guessed(tokens, now)
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """No more asks; the stream goes on plain."""
         self.is_off = True
         self.ask = None
-        self.stream.awaits_guess = False
+        self.stream.guessed((), now)
 
 
 class ModelDrafts:
@@ -174,10 +173,10 @@ class ModelDrafts:
         self._num_observed = 0
         self._told: set[str] = set()
 
-    def reset(self, role: DraftRole | None, streams: Iterable[Stream]) -> None:
+    def reset(self, role: DraftRole | None, streams: Iterable[Stream], now: float) -> None:
         """Another worker drafts, or the same in a new epoch, or none: what the old one held is gone, and `streams` begin anew."""
         for talk in self._talks.values():
-            talk.end()
+            talk.end(now)
         self._talks.clear()
         self._role = role
         self._costs = CostLine(GUESS_SLOPE)
@@ -225,7 +224,7 @@ class ModelDrafts:
         out: list[Instruction] = []
         for failure in message.failures:
             if (talk := self._talks.get(failure.stream)) is not None and not talk.is_off:
-                talk.end()
+                talk.end(now)
                 out += self._tell(failure.code, failure.message)
         for result in message.results:
             talk = self._talks.get(result.stream)
@@ -234,11 +233,11 @@ class ModelDrafts:
             try:
                 tokens = _checked(result, talk.ask, talk.stream.request.vocab_size)
             except ProtocolError as error:
-                talk.end()
+                talk.end(now)
                 out += self._tell(error.code, str(error))
                 continue
             self._observe(talk.ask, len(tokens), now)
-            talk.answered(talk.ask, tokens)
+            talk.answered(talk.ask, tokens, now)
         return out
 
     def _observe(self, ask: _Ask, num_tokens: int, now: float) -> None:
@@ -254,9 +253,9 @@ class ModelDrafts:
             if talk.ask is None:
                 continue
             if now >= talk.ask.late_at:
-                talk.stream.awaits_guess = False
+                talk.stream.guessed((), now)
             if now - talk.ask.asked_at >= self._lost_after_s:
-                talk.end()
+                talk.end(now)
                 out += self._tell(DeadlineError.code, f"the draft has not answered for {self._lost_after_s:g} s")
         return out
 

@@ -84,8 +84,7 @@ class Stream:
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
         self.last_step: StepId = StepId(0)
-        self.awaits_guess = False
-        """The draft model has been asked: the stream takes its turn when it answers, or when it is late."""
+        self._asked_at: float | None = None
         self._acceptance = Acceptance()
         self._num_told = 0  # tokens that the drafter knows
         self._guess: tuple[int, ...] = ()
@@ -106,6 +105,11 @@ class Stream:
     def is_decoding(self) -> bool:
         """Whether the first token is known: from here on the stream takes decode turns."""
         return bool(self.tokens)
+
+    @property
+    def awaits_guess(self) -> bool:
+        """Whether the draft model has been asked: the stream takes its turn when it answers, or when it is late."""
+        return self._asked_at is not None
 
     @property
     def is_ready(self) -> bool:
@@ -150,10 +154,15 @@ class Stream:
         """Tokens that each of so many drafts is expected to add."""
         return self._acceptance.gains(max(0, num_drafts))
 
-    def guessed(self, tokens: tuple[int, ...]) -> None:
-        """The draft model's guess for the next turn is there."""
-        self.awaits_guess = False
-        self._guess_ahead = tokens
+    def await_guess(self, now: float) -> None:
+        """The draft model is asked for the next turn."""
+        self._asked_at = now
+
+    def guessed(self, tokens: tuple[int, ...], now: float) -> None:
+        """The draft model's guess for the next turn is there, or is waited for no longer; nothing when it was not waited for."""
+        if self._asked_at is not None:
+            self._account.waited(1e3 * (now - self._asked_at))
+            self._asked_at, self._guess_ahead = None, tokens
 
     def guess(self, max_drafts: int) -> Offer:
         """Ask the drafter what may follow, at most `max_drafts` tokens (or as many as the caller chose), and what each is worth.
