@@ -17,7 +17,7 @@ import psutil
 from export_tools import budget, genai, verify
 from export_tools.compress import WeightModes, activation_group_size, compress_stage, save_stage
 from export_tools.convert import convert_stage
-from export_tools.costs import PartBytes, layer_kinds, measure_costs, spans_to_measure
+from export_tools.costs import PartBytes, measure_costs, spans_to_measure
 from export_tools.draft import Draft, StageRecord, draft_key, kept_costs, open_draft, remove_stale_drafts
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
@@ -41,7 +41,7 @@ from langchain_pshard.core.bundle import (
     stage_dir,
 )
 
-_SHAPED_BY = ("langchain-pshard", "nncf", "openvino", "torch", "transformers")
+_SHAPED_BY = ("langchain-pshard", "openvino", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ def _write_stage(job: _Job, span: LayerSpan, folder: Path, inputs: verify.Arrays
         graph = convert_stage(cut_stage(model, shape, span), shape)
         make_stateful(graph, shape, span)
     with progress.task(f"{title}: compressing to {job.modes.layers.value}"):
-        graph = compress_stage(graph, job.modes)
+        compress_stage(graph, job.modes)
     with progress.task(f"{title}: writing"):
         save_stage(graph, folder / MODEL_XML, job.modes)
     return outputs
@@ -317,7 +317,7 @@ def _measured(
     source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
 ) -> ModelCosts:
     """Time a few short spans, each read by itself."""
-    kinds = layer_kinds(reader.empty_model().model.layers)
+    kinds = reader.layer_kinds()
     samples = spans_to_measure(kinds, stored.layers)
     budget.check_measuring(sizes, samples, modes, psutil.virtual_memory().available)
     return measure_costs(
