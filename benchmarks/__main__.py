@@ -11,8 +11,11 @@ from rich.console import Console
 
 from benchmarks import (
     balance,
+    call_latency,
+    constrained,
     export_memory,
     export_time,
+    import_time,
     memory,
     overhead,
     perplexity,
@@ -29,8 +32,12 @@ from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
     "balance": balance.run,
+    "call-latency": call_latency.run,
+    "constrained": constrained.run_constrained,
     "export-memory": export_memory.run,
     "export-time": export_time.run,
+    "forced": constrained.run_forced,
+    "import-time": import_time.run,
     "memory": memory.run,
     "overhead": overhead.run,
     "perplexity": perplexity.run,
