@@ -6,7 +6,8 @@ bits however it is chunked; rows do not (FACTS: two kinds of KV), so a block tha
 
 A shared block is never written. Users are counted in two kinds: a stream that was opened on shared blocks is a *tentative* user until its
 first slice, because the client starts where all stages can, which may be earlier than what this stage found; it may then have to put fresh
-blocks in the place of shared ones. `debt` is how many fresh blocks the tentative users may still ask for.
+blocks in the place of shared ones. A stream that gives blocks back when its window has passed them stays tentative, since it takes a fresh
+one for each. `debt` is how many fresh blocks the tentative users may still ask for.
 
 Invariants:
 - names and blocks are one to one;
@@ -99,11 +100,18 @@ class SharedBlocks:
         if not self._users[block].count:
             self._idle[block] = None
 
-    def register(self, block: int, name: bytes) -> None:
+    def register(self, block: int, name: bytes, *, is_settled: bool) -> None:
         """A stream has filled its own block: others may use it from now on. Nothing happens when another block holds that text."""
         if name not in self._by_name:
             self._by_name[name] = block
-            self._users[block] = _Users(name, num_settled=1)
+            self._users[block] = _Users(name, num_tentative=int(not is_settled), num_settled=int(is_settled))
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """The idle ones among these, the blocks of a text from its beginning, count as used just now, the first one last."""
+        for name in reversed(names):
+            block = self._by_name.get(name)
+            if block is not None and block in self._idle:
+                self._idle.move_to_end(block)
 
     def give_up(self) -> int:
         """The idle block that was used least recently, nameless from now on; there has to be one."""

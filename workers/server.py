@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from langchain_pshard.core.codec import Tensor
-from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError
+from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError, StateLostError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
@@ -176,7 +176,7 @@ class Server:
                 results = self._sampler.sample(cast(Logits, output), run.slices)
                 return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
             _check_finite(output, run)
-        except (InferenceError, CapacityError) as error:
+        except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
         return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())

@@ -294,7 +294,7 @@ class Worker:
         """The last stage computed `run`; `results` has one entry a slice, in order."""
         return self._steps.sampled(run, results, started_s=started_s, ended_s=ended_s)
 
-    def failed(self, run: Run, error: InferenceError | CapacityError) -> list[Instruction]:
+    def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
         """The engine failed on `run`."""
         return self._steps.failed(run, error)
 

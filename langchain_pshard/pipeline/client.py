@@ -254,8 +254,9 @@ class PipelineClient:
             raise InvalidOptionError(f"the prompt has token id {wrong}; valid: 0 to {vocab_size - 1}")
 
     def _check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        stage = self.chain.tightest
-        needed = num_prompt_tokens + max_tokens
+        num_positions = num_prompt_tokens + max_tokens
+        stage = self.chain.tightest(num_positions)
+        needed = stage.kv_needed(num_positions)
         if needed > stage.kv_capacity_tokens:
             raise CapacityError(
                 f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {needed} KV positions; stage {stage.stage_idx} at"

@@ -128,6 +128,10 @@ class FakeRunner:
     _values: dict[StreamKey, list[float]] = field(default_factory=dict)
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return None
+
+    @property
     def kv_used_tokens(self) -> int:
         return sum(self._reserved.values())
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from langchain_pshard.core.errors import CapacityError
+from langchain_pshard.core.errors import CapacityError, StateLostError
 from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
-from workers.blocks import BLOCK_TOKENS, BlockPool, num_blocks_for
+from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable, num_blocks_for
 from workers.prefix import name_blocks
-from workers.runners.runner import StreamKey, TokenArray
+from workers.runners.runner import MAX_SLICE_TOKENS, StreamKey, TokenArray
 
 NUM_BLOCKS = 12
 MIB_PER_BLOCK = 2
@@ -27,8 +27,13 @@ def key(number: int) -> StreamKey:
     return StreamKey(ClientId("c"), StreamId(number))
 
 
-def make_pool(num_blocks: int = NUM_BLOCKS) -> BlockPool:
-    return BlockPool(num_blocks=num_blocks, block_bytes=MIB_PER_BLOCK << 20)
+def make_pool(num_blocks: int = NUM_BLOCKS, *, window: int | None = None, max_slice_tokens: int = MAX_SLICE_TOKENS) -> BlockPool:
+    return BlockPool(num_blocks=num_blocks, block_bytes=MIB_PER_BLOCK << 20, window=window, max_slice_tokens=max_slice_tokens)
+
+
+def held(table: BlockTable) -> list[int]:
+    """The blocks that a table holds, in order of position."""
+    return [int(block) for block in table.blocks[table.num_passed : table.num_taken]]
 
 
 def text(num_tokens: int, *branches: tuple[int, int]) -> TokenArray:
@@ -45,6 +50,8 @@ class Open:
     num_reserved: int
     content: list[Kv] = field(default_factory=list)
     """What the stream holds, in order of position."""
+    last_start: int = 0
+    """Of the slices so far."""
 
     def compute(self, tokens: Sequence[int], kind: SliceKind) -> None:
         for token in tokens:
@@ -54,16 +61,21 @@ class Open:
 class Pool(RuleBasedStateMachine):
     """Streams with prompts that begin alike come, prefill, generate, rewind anywhere and go; their memory is checked at every position."""
 
+    window: int | None = None
+    max_slice_tokens = MAX_SLICE_TOKENS
+    max_blocks = NUM_BLOCKS
+    """Of one stream."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = make_pool()
+        self.pool = make_pool(window=self.window, max_slice_tokens=self.max_slice_tokens)
         self.memory: dict[tuple[int, int], Kv] = {}
         self.open: dict[StreamKey, Open] = {}
         self.next_stream = 0
 
-    def _held(self, name: StreamKey, length: int) -> list[Kv | None]:
+    def _held(self, name: StreamKey, first: int, length: int) -> list[Kv | None]:
         blocks = self.pool.table(name).blocks
-        return [self.memory.get((int(blocks[position // BLOCK_TOKENS]), position % BLOCK_TOKENS)) for position in range(length)]
+        return [self.memory.get((int(blocks[position // BLOCK_TOKENS]), position % BLOCK_TOKENS)) for position in range(first, length)]
 
     @rule(
         num_prompt=st.integers(0, 5 * BLOCK_TOKENS),
@@ -76,7 +88,8 @@ class Pool(RuleBasedStateMachine):
         self.next_stream += 1
         prompt, num_tokens = text(num_prompt, (branch, token)), num_prompt + num_more
         free, used = self.pool.free_tokens, self.pool.used_tokens
-        if num_blocks_for(num_tokens) * BLOCK_TOKENS > free:
+        needed = min(num_blocks_for(num_tokens), self.max_blocks) * BLOCK_TOKENS
+        if needed > free:
             with pytest.raises(CapacityError):
                 self.pool.take(name, num_tokens, prompt)
             assert (self.pool.free_tokens, self.pool.used_tokens) == (free, used)
@@ -86,7 +99,7 @@ class Pool(RuleBasedStateMachine):
         assert num_cached <= max(0, num_prompt - 2)
         self.open[name] = Open(prompt, num_tokens)
         self.open[name].compute(prompt[:num_cached], PREFILL)
-        assert self.pool.free_tokens == free - num_blocks_for(num_tokens) * BLOCK_TOKENS  # admitted as if it shared nothing
+        assert self.pool.free_tokens == free - max(needed, num_cached)  # admitted as if it shared nothing
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), kind=st.sampled_from(SliceKind), sticks_to_prompt=st.booleans(), fails=st.booleans())
@@ -96,17 +109,24 @@ class Pool(RuleBasedStateMachine):
         start = data.draw(st.integers(0, min(len(stream.content), stream.num_reserved - 1)) | st.just(len(stream.content)))
         if start == stream.num_reserved:
             return
-        count = data.draw(st.integers(1, stream.num_reserved - start))
+        count = data.draw(st.integers(1, min(stream.num_reserved - start, self.max_slice_tokens)))
         tokens = text(count, (0, 9))
         if sticks_to_prompt and start < len(stream.prompt):
             tokens = stream.prompt[start : start + count]
-        before = self.pool.table(name).blocks.tolist()
+        before = held(self.pool.table(name))
         try:
             copies = self.pool.begin_write(name, start, len(tokens))
         except CapacityError:
+            assert not self.pool.table(name).passes_blocks
             assert self.pool.free_tokens < NUM_BLOCKS * BLOCK_TOKENS - len(before) * BLOCK_TOKENS
-            assert self.pool.table(name).blocks.tolist() == before
+            assert held(self.pool.table(name)) == before
             return
+        except StateLostError:
+            assert self.window is not None
+            assert 0 < start < stream.last_start  # a repeated slice, or what follows it, never fails
+            assert held(self.pool.table(name)) == before
+            return
+        stream.last_start = start
         assert len(copies) <= 1
         for source, target in copies:
             for offset in range(BLOCK_TOKENS):
@@ -121,7 +141,7 @@ class Pool(RuleBasedStateMachine):
         # A token alone runs the decode kernel, whatever it is called.
         stream.compute(tokens, ROWS if len(tokens) == 1 else kind)
         blocks = self.pool.table(name).blocks
-        others = {block for other in self.open if other != name for block in self.pool.table(other).blocks.tolist()}
+        others = {block for other in self.open if other != name for block in held(self.pool.table(other))}
         for position in range(start, start + len(tokens)):
             block = int(blocks[position // BLOCK_TOKENS])
             assert block not in others, "a shared block is written"
@@ -137,25 +157,29 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def every_stream_holds_what_it_computed(self) -> None:
-        """And what it was given is what a prefill of its own would have written."""
+        """As far back as its next slice can see. And what it was given is what a prefill of its own would have written."""
         for name, stream in self.open.items():
-            assert self._held(name, len(stream.content)) == stream.content
+            first = self.pool.table(name).num_passed * BLOCK_TOKENS
+            assert first == 0 or first <= len(stream.content) - self.window + 1
+            assert self._held(name, first, len(stream.content)) == stream.content[first:]
 
     @invariant()
     def blocks_are_counted_once(self) -> None:
-        tables = [self.pool.table(name).blocks.tolist() for name in self.open]
-        assert all(len(set(blocks)) == len(blocks) for blocks in tables)
-        in_use = {block for blocks in tables for block in blocks}
-        assert self.pool.used_tokens == len(in_use) * BLOCK_TOKENS
+        tables = [self.pool.table(name) for name in self.open]
+        assert all(len(set(held(table))) == table.num_taken - table.num_passed for table in tables)
+        in_use = {block for table in tables for block in held(table)}
+        assert self.pool.used_tokens == (len(in_use) + sum(table.num_promised for table in tables)) * BLOCK_TOKENS
         assert 0 <= self.pool.free_tokens <= self.pool.num_tokens - self.pool.used_tokens
-        assert self.pool.cached_tokens <= self.pool.num_tokens - self.pool.used_tokens
+        assert self.pool.cached_tokens <= self.pool.num_tokens - len(in_use) * BLOCK_TOKENS
 
     @invariant()
-    def a_table_covers_its_reservation(self) -> None:
+    def a_table_covers_its_length_and_leads_nowhere_else(self) -> None:
         for name, stream in self.open.items():
             table = self.pool.table(name)
             assert len(table.blocks) == num_blocks_for(stream.num_reserved)
+            assert num_blocks_for(len(stream.content)) <= table.num_taken <= len(table.blocks)
             assert table.length == len(stream.content)
+            assert set(table.blocks[: table.num_passed].tolist()) <= set(held(table))
 
     def teardown(self) -> None:
         for name in self.open:
@@ -165,6 +189,17 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
+
+
+class WindowedPool(Pool):
+    """The same where windows pass blocks: a stream of up to eight blocks holds three."""
+
+    window = 20
+    max_slice_tokens = 40
+    max_blocks = 3
+
+
+TestWindowedPool = WindowedPool.TestCase
 
 
 def compute(pool: BlockPool, name: StreamKey, prompt: TokenArray, start: int = 0) -> None:
@@ -222,14 +257,14 @@ def test_a_stage_that_holds_more_than_the_others_goes_back() -> None:
     prompt = text(100)
     pool.take(key(1), 128, prompt)
     compute(pool, key(1), prompt)
-    shared = pool.table(key(1)).blocks.tolist()
+    shared = held(pool.table(key(1)))
     assert pool.take(key(2), 128, prompt) == 96
     assert pool.free_tokens == 0
-    assert pool.begin_write(key(2), 32, 68) == ()
+    assert not pool.begin_write(key(2), 32, 68)
     blocks = pool.table(key(2)).blocks.tolist()
     assert blocks[0] == shared[0]
     assert not set(blocks[1:]) & set(shared)
-    assert pool.table(key(1)).blocks.tolist() == shared
+    assert held(pool.table(key(1))) == shared
     assert pool.free_tokens == BLOCK_TOKENS
 
 
@@ -257,11 +292,27 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_text_before_its_beg
 
     pool.take(key(3), 66, np.append(first, [5, 5]).astype(np.int32))  # used now, so that the second is the older one
     pool.release(key(3))
-    pool.take(key(4), 3 * BLOCK_TOKENS)  # gives up the end of the second
-    assert pool.take(key(5), 34, second[:34]) == 32  # and this the end of the first
+    pool.take(key(4), 3 * BLOCK_TOKENS)
+    pool.begin_write(key(4), 0, 3 * BLOCK_TOKENS)  # gives up the end of the second
+    assert pool.take(key(5), 34, second[:34]) == 32
+    pool.begin_write(key(5), 32, 2)  # and this the end of the first
     pool.release(key(5))
     assert pool.take(key(6), 34, first[:34]) == 32
     assert pool.cached_tokens == BLOCK_TOKENS
+
+
+def test_what_is_promised_and_not_taken_still_holds_the_texts_of_others() -> None:
+    pool = make_pool(6)
+    prompt = text(64)
+    pool.take(key(1), 66, prompt)
+    compute(pool, key(1), prompt)
+    pool.release(key(1))
+    pool.take(key(2), 6 * BLOCK_TOKENS)
+    assert (pool.free_tokens, pool.cached_tokens) == (0, 2 * BLOCK_TOKENS)
+    pool.begin_write(key(2), 0, 5 * BLOCK_TOKENS)
+    assert pool.cached_tokens == BLOCK_TOKENS
+    pool.begin_write(key(2), 5 * BLOCK_TOKENS, 1)
+    assert pool.cached_tokens == 0
 
 
 def test_rows_and_single_tokens_are_never_shared() -> None:
@@ -311,3 +362,78 @@ def test_writing_again_what_others_share_by_now_needs_room_for_a_copy() -> None:
     pool.begin_write(key(1), 0, 64)
     assert pool.table(key(2)).blocks.tolist() == before
     assert not set(before) & set(pool.table(key(1)).blocks.tolist())
+
+
+# --- windows -----------------------------------------------------------------------------------------------------------
+
+
+def windowed(num_blocks: int = NUM_BLOCKS) -> BlockPool:
+    """A stream holds three blocks at most: 19 positions before a slice, 40 in it, from anywhere in a block."""
+    return make_pool(num_blocks, window=20, max_slice_tokens=40)
+
+
+def test_a_stream_is_promised_what_it_can_hold_at_once() -> None:
+    pool = windowed()
+    assert pool.max_stream_tokens == 96
+    for number in range(4):
+        assert pool.take(key(number), 10_000) == 0
+    with pytest.raises(CapacityError, match=r"a stream of 10000 positions needs 96 positions \(6.0 MiB\) of KV; 0 positions"):
+        pool.take(key(5), 10_000)
+    for start in range(0, 10_000, 40):
+        for number in range(4):
+            pool.begin_write(key(number), start, 40)
+            assert len(held(pool.table(key(number)))) <= 3
+    assert pool.used_tokens == NUM_BLOCKS * BLOCK_TOKENS
+    assert make_pool().max_stream_tokens is None
+
+
+def test_what_the_window_has_passed_comes_free_and_its_places_lead_to_a_block_of_the_stream() -> None:
+    pool = windowed()
+    pool.take(key(1), 400)
+    for start in (0, 40, 80, 120):
+        pool.begin_write(key(1), start, 40)
+    table = pool.table(key(1))
+    assert (table.num_passed, table.num_taken) == (2, 5)
+    assert table.blocks[:3].tolist() == [table.blocks[2]] * 3
+    assert len(set(held(table))) == 3
+
+
+def test_a_rewind_behind_the_window_has_lost_state_unless_it_begins_anew() -> None:
+    pool = windowed()
+    pool.take(key(1), 400)
+    for start in range(0, 160, 40):
+        pool.begin_write(key(1), start, 40)
+    assert pool.table(key(1)).min_start == 2 * 32 + 19
+    pool.begin_write(key(1), 83, 1)
+    with pytest.raises(StateLostError, match=r"back to position 82; its KV before position 64 was given up, .* window of at most 20 had"):
+        pool.begin_write(key(1), 82, 1)
+    assert pool.table(key(1)).length == 84
+    pool.begin_write(key(1), 0, 40)
+    assert (pool.table(key(1)).num_passed, pool.table(key(1)).length) == (0, 40)
+
+
+def test_a_prompt_that_the_window_has_passed_stays_cached_and_is_found_as_a_whole() -> None:
+    pool = windowed()
+    prompt = text(300)
+    pool.take(key(1), 400, prompt)
+    for start in range(0, 300, 40):
+        compute(pool, key(1), prompt[: min(300, start + 40)], start)
+    pool.release(key(1))
+    assert pool.cached_tokens == 9 * BLOCK_TOKENS
+    assert pool.take(key(2), 400, prompt) == 288  # it may begin anywhere in these
+    assert pool.free_tokens == (NUM_BLOCKS - 9) * BLOCK_TOKENS
+    pool.begin_write(key(2), 256, 40)
+    assert pool.free_tokens == (NUM_BLOCKS - 3) * BLOCK_TOKENS
+    assert pool.table(key(2)).num_passed == 7
+    assert pool.cached_tokens == (9 - 1) * BLOCK_TOKENS  # all but the one that it still sees before position 256
+
+
+def test_of_a_prompt_longer_than_the_room_the_beginning_stays() -> None:
+    pool = windowed(6)
+    prompt = text(300)
+    pool.take(key(1), 400, prompt)
+    for start in range(0, 300, 40):
+        compute(pool, key(1), prompt[: min(300, start + 40)], start)
+    pool.release(key(1))
+    pool.take(key(2), 400, prompt)
+    assert pool.table(key(2)).length == 3 * BLOCK_TOKENS

@@ -75,6 +75,10 @@ class PagedRunner:
         return self._pool.num_tokens
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return self._pool.max_stream_tokens
+
+    @property
     def kv_used_tokens(self) -> int:
         return self._pool.used_tokens
 
@@ -184,7 +188,7 @@ def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, tu
     caches = {
         idx: (np.zeros([num_blocks, *dims], dtype=_STORAGE[element_type.size]), element_type) for idx, (element_type, dims) in ports.items()
     }
-    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes), caches
+    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes, window=stage.widest_window), caches
 
 
 _STORAGE: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.float32}

@@ -15,6 +15,8 @@ from langchain_pshard.core.messages import ClientId, Numerics, SliceKind, Stream
 TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 Logits = npt.NDArray[np.float32]
+MAX_SLICE_TOKENS = 512
+"""Most tokens of one slice: what bounds the KV that a stream holds where windows pass blocks."""
 
 
 class StreamKey(NamedTuple):
@@ -54,6 +56,10 @@ class Runner(Protocol):
         """KV positions the stage can hold over all streams."""
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        """Most KV positions that are set aside for one stream, however long it is; None: as many as it has."""
+
+    @property
     def kv_used_tokens(self) -> int:
         """KV positions set aside for open streams."""
 
@@ -89,6 +95,8 @@ class Runner(Protocol):
 
         Raises:
             InferenceError: the engine failed; the state of the slices' streams is undefined from their start on.
+            StateLostError: a slice goes back to where the KV it needs was given up, as every layer's window had passed it. Nothing was
+                computed.
             CapacityError: a slice goes back into positions that other streams share by now, and there is no room for a copy. Nothing was
                 computed.
         """

@@ -149,6 +149,10 @@ class StatefulRunner:
         return self._capacity
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return None
+
+    @property
     def kv_used_tokens(self) -> int:
         return sum(stream.slot_map.num_reserved for stream in self._streams.values())
 
