@@ -14,11 +14,13 @@ Invariants:
 - free blocks + idle blocks >= debt + what is promised and not taken, so that every slice finds the blocks it needs;
 - a table has blocks at the places [num_passed, num_taken), and they hold all positions that a slice at its length can see;
 - a named block is never written: a slice that would is given a fresh one in its place;
-- a named block holds what a prefill of its text writes: `wrote_prompt` is called after the inference, and compares the tokens.
+- a block with an exact name holds what a prefill of its text writes: `wrote` is called after the inference, and compares the tokens;
+- a block with the other kind of name holds that text, from positions that were behind the start of a later slice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.errors import CapacityError, StateLostError
-from workers.prefix import SharedBlocks, name_blocks
+from langchain_pshard.core.messages import SliceKind
+from workers.prefix import INEXACT, SharedBlocks, name_blocks
 from workers.runners.runner import MAX_SLICE_TOKENS, NO_TOKENS, StreamKey, TokenArray
 
 BLOCK_TOKENS = 32
@@ -62,7 +65,12 @@ class BlockTable:
     length: int = field(default=0)
     prompt: TokenArray = field(default_factory=lambda: NO_TOKENS)  # empty when its blocks are not to be named
     names: Sequence[bytes] = ()
-    """Of the prompt's full blocks."""
+    """Exact ones, of the prompt's full blocks."""
+    text: TokenArray | None = None  # [num_reserved], what it holds; None when generated text is not to be named
+    text_names: list[bytes] = field(default_factory=list)
+    """Inexact ones, of the leading full blocks that a slice has begun behind."""
+    num_known: int = 0
+    """Leading positions that were computed, and whose `text` is right."""
     num_prefilled: int = 0
     """Leading positions that hold what a prefill of `prompt` writes."""
     num_maybe_named: int = 0
@@ -149,13 +157,14 @@ class BlockPool:
         """The table of an open stream; an unknown stream is our own bug."""
         return self._tables[key]
 
-    def take(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
+    def take(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
         """Set aside blocks for `num_tokens` positions of a new stream.
 
         Args:
             key: the stream.
             num_tokens: positions of prompt and output.
             prompt: what it will prefill first; empty to share nothing.
+            shares_generated: whether it also finds, and leaves, blocks of generated text.
 
         Returns:
             How many leading positions of the prompt are there already: full blocks, and two tokens at least are left to compute.
@@ -174,9 +183,11 @@ class BlockPool:
                 f" {self._size(self._num_blocks)}: wait for other streams to end, ask for fewer tokens, or raise --kv-memory"
             )
         names = name_blocks(prompt, BLOCK_TOKENS)
+        kinds = [names, name_blocks(prompt, BLOCK_TOKENS, INEXACT)] if shares_generated else [names]
         limit = min(max(0, len(prompt) - _MIN_PREFILL_TOKENS) // BLOCK_TOKENS, self._num_free)
-        found = self._shared.attach(names[:limit])
+        found = self._shared.attach(*(kind[:limit] for kind in kinds))
         num_cached = len(found) * BLOCK_TOKENS
+        num_exact = len(list(itertools.takewhile(lambda pair: self._shared.has_name(*pair), zip(found, names, strict=False))))
         blocks = np.zeros(num_places, dtype=np.int32)
         blocks[: len(found)] = found
         table = self._tables[key] = BlockTable(
@@ -188,7 +199,10 @@ class BlockPool:
             length=num_cached,
             prompt=prompt,
             names=names,
-            num_prefilled=num_cached,
+            text=_begun_with(prompt[:num_cached], num_tokens) if shares_generated else None,
+            text_names=kinds[-1][: len(found)] if shares_generated else [],
+            num_known=num_cached,
+            num_prefilled=num_exact * BLOCK_TOKENS,
             num_maybe_named=len(found),
             is_tentative=bool(found) or needed < num_places,
         )
@@ -207,6 +221,9 @@ class BlockPool:
             CapacityError: the stream goes back, after its first slice, into blocks that others use by now, and no block is free.
         """
         table = self._tables[key]
+        if table.text is not None:
+            table.num_known = min(table.num_known, start)
+            self._name_text(table)
         end = num_blocks_for(start + num_tokens)
         copies: Sequence[BlockCopy] = ()
         # A first slice never passes by here, since it needs blocks or writes named ones; nearly every decode step does.
@@ -279,10 +296,15 @@ class BlockPool:
                 self._shared.settle(block)
             table.is_tentative = False
 
-    def wrote_prompt(self, key: StreamKey, start: int, tokens: TokenArray) -> None:
-        """A PREFILL slice was computed: name the blocks that it completed, so that other streams find them."""
+    def wrote(self, key: StreamKey, start: int, tokens: TokenArray, kind: SliceKind) -> None:
+        """A slice was computed: name the blocks of the prompt that it completed, so that other streams find them."""
         table = self._tables[key]
         end = start + len(tokens)
+        if table.text is not None and start == table.num_known:
+            table.text[start:end] = tokens
+            table.num_known = end
+        if kind is not SliceKind.PREFILL:
+            return
         if start != table.num_prefilled or len(tokens) < _MIN_PREFILL_TOKENS or not np.array_equal(table.prompt[start:end], tokens):
             return  # not the prompt, behind positions that are not, or a token alone, which ran the decode kernel
         table.num_prefilled = end
@@ -290,12 +312,30 @@ class BlockPool:
             self._shared.register(int(table.blocks[idx]), table.names[idx], is_settled=not table.is_tentative)
             table.num_maybe_named = idx + 1
 
+    def _name_text(self, table: BlockTable) -> None:
+        """Name the full blocks of what is known, generated text and what stands behind it; forget names beyond.
+
+        Not when they are written: drafts that are rejected would leave names that nobody looks for, and be copied on a rewind.
+        """
+        assert table.text is not None
+        num_full = table.num_known // BLOCK_TOKENS
+        del table.text_names[num_full:]
+        for idx in range(len(table.text_names), num_full):
+            tokens = table.text[idx * BLOCK_TOKENS : (idx + 1) * BLOCK_TOKENS]
+            table.text_names += name_blocks(tokens, BLOCK_TOKENS, table.text_names[-1] if idx else INEXACT)
+            block = int(table.blocks[idx])
+            if idx >= table.num_passed and block not in self._shared:
+                self._shared.register(block, table.text_names[idx], is_settled=not table.is_tentative)
+                table.num_maybe_named = max(table.num_maybe_named, idx + 1)
+
     def release(self, key: StreamKey) -> None:
         """Free a stream's blocks; an unknown stream has none."""
         table = self._tables.pop(key, None)
         if table is None:
             return
         self._num_promised -= table.num_promised
+        if table.text is not None:
+            self._name_text(table)
         self._give_back(table, table.num_passed, table.num_taken)
         self._touch_passed(table)
 
@@ -309,6 +349,7 @@ class BlockPool:
     def _touch_passed(self, table: BlockTable) -> None:
         """What a prompt's window has passed was used as long as the rest: it must not be the first to go."""
         if table.num_passed:
+            self._shared.touch(table.text_names[: table.num_passed])
             self._shared.touch(table.names[: table.num_passed])
 
     def _take_block(self) -> int:
@@ -316,3 +357,9 @@ class BlockPool:
 
     def _size(self, num_blocks: int) -> str:
         return f"{num_blocks * BLOCK_TOKENS} positions ({num_blocks * self._block_bytes / 2**20:.1f} MiB)"
+
+
+def _begun_with(tokens: TokenArray, num_tokens: int) -> TokenArray:
+    text = np.zeros(num_tokens, dtype=np.int32)
+    text[: len(tokens)] = tokens
+    return text

@@ -187,7 +187,8 @@ class Server:
         try:
             if is_last:  # before KV is set aside: a grammar may be refused
                 self._sampler.open(wanted.key, wanted.sampling, prompt, wanted.grammar)
-            return self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens, prompt)
+            runner = self._runners[wanted.stage_idx]
+            return runner.open(wanted.key, wanted.num_tokens, prompt, shares_generated=wanted.shares_generated)
         except PShardError as error:
             if is_last:
                 self._sampler.close_stream(wanted.key)

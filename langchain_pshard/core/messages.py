@@ -182,6 +182,8 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     stream is to share nothing with others."""
     grammar: Grammar | None = None
     """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
+    shares_generated: bool = False
+    """Whether a stage may also look the prompt up in generated text, and keep this stream's; tokens may then differ in close decisions."""
 
 
 class Opened(_Message, frozen=True, kw_only=True, tag="opened"):

@@ -85,6 +85,7 @@ class PipelineClient:
         self.tokenizer = tokenizer
         self._addresses = addresses
         self._reactor = reactor
+        self._has_told_inexact = False
         self._close = weakref.finalize(self, reactor.close)
 
     @classmethod
@@ -212,6 +213,12 @@ class PipelineClient:
             raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
         drafter = self._drafter(params, drafter)
+        if params.prefix_cache == "all" and not self._has_told_inexact:
+            self._has_told_inexact = True
+            _log.warning(
+                "prefix_cache='all' is not exact: KV of generated text differs in its last bits from that of a prompt, so texts may differ"
+                " from those without it; prefix_cache=True reuses only what is exact"
+            )
 
         def make(sink: Sink) -> StreamRequest:
             return StreamRequest(

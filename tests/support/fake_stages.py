@@ -139,7 +139,8 @@ class FakeRunner:
     def num_streams(self) -> int:
         return len(self._reserved)
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
+        del shares_generated
         assert key not in self._reserved
         assert len(prompt) <= num_tokens
         free = self.kv_capacity_tokens - self.kv_used_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,8 +20,17 @@ from workers.runners.runner import MAX_SLICE_TOKENS, StreamKey, TokenArray
 NUM_BLOCKS = 12
 MIB_PER_BLOCK = 2
 PREFILL, ROWS = SliceKind.PREFILL, SliceKind.ROWS
-Kv = int
-"""Stands for what a position's KV depends on: all tokens up to it and how each was computed."""
+
+
+class Kv(NamedTuple):
+    """Stands for what a position's KV depends on: all tokens up to it and how each was computed."""
+
+    exact: int
+    text: int
+    """The tokens alone."""
+
+
+NOTHING = Kv(0, 0)
 
 
 def key(number: int) -> StreamKey:
@@ -50,12 +60,14 @@ class Open:
     num_reserved: int
     content: list[Kv] = field(default_factory=list)
     """What the stream holds, in order of position."""
+    shares_generated: bool = False
     last_start: int = 0
     """Of the slices so far."""
 
     def compute(self, tokens: Sequence[int], kind: SliceKind) -> None:
         for token in tokens:
-            self.content.append(hash((self.content[-1] if self.content else 0, int(token), kind)))
+            before = self.content[-1] if self.content else NOTHING
+            self.content.append(Kv(hash((before.exact, int(token), kind)), hash((before.text, int(token)))))
 
 
 class Pool(RuleBasedStateMachine):
@@ -82,8 +94,9 @@ class Pool(RuleBasedStateMachine):
         num_more=st.integers(1, 3 * BLOCK_TOKENS),
         branch=st.sampled_from([0, BLOCK_TOKENS - 1, BLOCK_TOKENS, 2 * BLOCK_TOKENS + 5]),
         token=st.integers(0, 2),
+        shares_generated=st.booleans(),
     )
-    def take(self, num_prompt: int, num_more: int, branch: int, token: int) -> None:
+    def take(self, num_prompt: int, num_more: int, branch: int, token: int, shares_generated: bool) -> None:
         name = key(self.next_stream)
         self.next_stream += 1
         prompt, num_tokens = text(num_prompt, (branch, token)), num_prompt + num_more
@@ -94,11 +107,15 @@ class Pool(RuleBasedStateMachine):
                 self.pool.take(name, num_tokens, prompt)
             assert (self.pool.free_tokens, self.pool.used_tokens) == (free, used)
             return
-        num_cached = self.pool.take(name, num_tokens, prompt)
+        num_cached = self.pool.take(name, num_tokens, prompt, shares_generated=shares_generated)
         assert num_cached % BLOCK_TOKENS == 0
         assert num_cached <= max(0, num_prompt - 2)
-        self.open[name] = Open(prompt, num_tokens)
-        self.open[name].compute(prompt[:num_cached], PREFILL)
+        stream = self.open[name] = Open(prompt, num_tokens, shares_generated=shares_generated)
+        stream.compute(prompt[:num_cached], PREFILL)
+        if shares_generated:  # then it may be of any kind, but of no other text
+            given = [kv or NOTHING for kv in self._held(name, 0, num_cached)]
+            assert [kv.text for kv in given] == [kv.text for kv in stream.content]
+            stream.content = given
         assert self.pool.free_tokens == free - max(needed, num_cached)  # admitted as if it shared nothing
 
     @precondition(lambda self: self.open)
@@ -111,6 +128,8 @@ class Pool(RuleBasedStateMachine):
             return
         count = data.draw(st.integers(1, min(stream.num_reserved - start, self.max_slice_tokens)))
         tokens = text(count, (0, 9))
+        if data.draw(st.booleans()):  # what another's prompt may be
+            tokens = text(start + count)[start:]
         if sticks_to_prompt and start < len(stream.prompt):
             tokens = stream.prompt[start : start + count]
         before = held(self.pool.table(name))
@@ -130,10 +149,10 @@ class Pool(RuleBasedStateMachine):
         assert len(copies) <= 1
         for source, target in copies:
             for offset in range(BLOCK_TOKENS):
-                self.memory[target, offset] = self.memory.get((source, offset), 0)
+                self.memory[target, offset] = self.memory.get((source, offset), NOTHING)
         self._write(name, start, tokens, kind)
-        if kind is PREFILL and not fails:
-            self.pool.wrote_prompt(name, start, tokens)
+        if not fails:
+            self.pool.wrote(name, start, tokens, kind)
 
     def _write(self, name: StreamKey, start: int, tokens: Sequence[int], kind: SliceKind) -> None:
         stream = self.open[name]
@@ -204,7 +223,7 @@ TestWindowedPool = WindowedPool.TestCase
 
 def compute(pool: BlockPool, name: StreamKey, prompt: TokenArray, start: int = 0) -> None:
     pool.begin_write(name, start, len(prompt) - start)
-    pool.wrote_prompt(name, start, prompt[start:])
+    pool.wrote(name, start, prompt[start:], PREFILL)
 
 
 def test_refusal_names_needed_free_and_all() -> None:
@@ -319,12 +338,13 @@ def test_rows_and_single_tokens_are_never_shared() -> None:
     pool = make_pool()
     prompt = text(40)
     pool.take(key(1), 80, prompt)
-    pool.begin_write(key(1), 0, 40)  # as rows, of which the pool is not told
+    pool.begin_write(key(1), 0, 40)
+    pool.wrote(key(1), 0, prompt, ROWS)
     pool.take(key(2), 80, prompt)
     pool.begin_write(key(2), 0, 1)
-    pool.wrote_prompt(key(2), 0, prompt[:1])
+    pool.wrote(key(2), 0, prompt[:1], PREFILL)
     pool.begin_write(key(2), 1, 39)
-    pool.wrote_prompt(key(2), 1, prompt[1:])
+    pool.wrote(key(2), 1, prompt[1:], PREFILL)
     assert pool.take(key(3), 80, prompt) == 0
 
 
@@ -335,7 +355,7 @@ def test_what_follows_a_rewind_into_the_prompt_by_rows_is_not_shared() -> None:
     compute(pool, key(1), prompt[:64])
     pool.begin_write(key(1), 40, 24)  # the same tokens, as rows
     pool.begin_write(key(1), 64, 36)
-    pool.wrote_prompt(key(1), 64, prompt[64:])
+    pool.wrote(key(1), 64, prompt[64:], PREFILL)
     assert pool.take(key(2), 128, prompt) == 64  # what was named before the rewind
 
 
@@ -362,6 +382,58 @@ def test_writing_again_what_others_share_by_now_needs_room_for_a_copy() -> None:
     pool.begin_write(key(1), 0, 64)
     assert pool.table(key(2)).blocks.tolist() == before
     assert not set(before) & set(pool.table(key(1)).blocks.tolist())
+
+
+# --- generated text ------------------------------------------------------------------------------------------------------
+
+
+def generate(pool: BlockPool, name: StreamKey, start: int, tokens: TokenArray) -> None:
+    """Row by row."""
+    for position, token in enumerate(tokens, start=start):
+        pool.begin_write(name, position, 1)
+        pool.wrote(name, position, np.array([token], dtype=np.int32), ROWS)
+
+
+def test_generated_text_is_found_by_those_who_ask_for_it_and_left_by_them() -> None:
+    pool = make_pool(40)
+    whole = text(130, (40, 1))
+    for number, shares_generated in ((1, True), (2, False)):
+        pool.take(key(number), 130, whole[:40], shares_generated=shares_generated)
+        compute(pool, key(number), whole[:40])
+    generate(pool, key(2), 40, whole[40:])
+    pool.release(key(2))
+    assert pool.take(key(3), 130, whole, shares_generated=True) == 32
+    generate(pool, key(1), 40, whole[40:100])
+    assert pool.take(key(4), 130, whole, shares_generated=True) == 96
+    assert pool.take(key(5), 130, whole) == 32
+    for number in (3, 4, 5):
+        pool.release(key(number))
+    generate(pool, key(1), 100, whole[100:])
+    pool.release(key(1))
+    assert pool.take(key(6), 130, whole, shares_generated=True) == 128
+
+
+def test_what_is_prefilled_behind_generated_text_is_no_exact_prefix() -> None:
+    pool = make_pool(40)
+    whole = text(200, (40, 1))
+    pool.take(key(1), 100, whole[:40], shares_generated=True)
+    compute(pool, key(1), whole[:40])
+    generate(pool, key(1), 40, whole[40:100])
+    pool.release(key(1))
+    assert pool.take(key(2), 200, whole, shares_generated=True) == 96
+    compute(pool, key(2), whole, 96)
+    pool.release(key(2))
+    assert pool.take(key(3), 200, whole) == 32
+    assert pool.take(key(4), 200, whole, shares_generated=True) == 192
+
+
+def test_a_slice_that_failed_leaves_no_name() -> None:
+    pool = make_pool(40)
+    pool.take(key(1), 100, text(40), shares_generated=True)
+    compute(pool, key(1), text(40))
+    pool.begin_write(key(1), 40, 60)
+    pool.release(key(1))
+    assert pool.take(key(2), 100, text(100), shares_generated=True) == 32
 
 
 # --- windows -----------------------------------------------------------------------------------------------------------

@@ -63,13 +63,14 @@ class Runner(Protocol):
     def kv_used_tokens(self) -> int:
         """KV positions set aside for open streams."""
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
         """Set aside KV for `num_tokens` positions.
 
         Args:
             key: a stream that is not open.
             num_tokens: positions of prompt and output.
             prompt: the tokens that the stream will prefill first, at most `num_tokens`; empty when it must share nothing with others.
+            shares_generated: whether KV of generated text may stand in for that of a prompt, which differs from it in its last bits.
 
         Returns:
             How many leading positions of the prompt the stream holds already, because another one computed the same; it may rewind them
