@@ -11,28 +11,33 @@ from rich.console import Console
 
 from benchmarks import (
     balance,
+    exactness,
     export_memory,
     export_time,
     memory,
     overhead,
+    parity,
     perplexity,
     prefill,
     prefix,
     reply_bytes,
     speculation,
     split,
+    users,
     wan,
 )
-from benchmarks.fleet import WorkerStartError
+from benchmarks.processes import ProcessError
 from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
     "balance": balance.run,
+    "exactness": exactness.run,
     "export-memory": export_memory.run,
     "export-time": export_time.run,
     "memory": memory.run,
     "overhead": overhead.run,
+    "parity": parity.run,
     "perplexity": perplexity.run,
     "prefill": prefill.run,
     "prefix": prefix.run,
@@ -40,6 +45,9 @@ BENCHES: dict[str, Callable[[Console], Report]] = {
     "scripted": speculation.run_scripted,
     "speculation": speculation.run_ngram,
     "split": split.run,
+    "users2": users.run_two,
+    "users16": users.run_many,
+    "users16-cb": users.run_many_batching,
     "wan": wan.run,
 }
 """Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""
@@ -65,7 +73,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
-    except (PShardError, WorkerStartError) as error:
+    except (PShardError, ProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     show(report, console)

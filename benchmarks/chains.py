@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet import RunningWorker, available_cores, can_pin, running_worker
+from benchmarks.fleet import RunningWorker, available_cores, running_worker
+from benchmarks.processes import can_pin
 from langchain_pshard import PipelineClient
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import InvalidOptionError

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bundles import demo_bundle
-from benchmarks.fleet import available_cores, can_pin, running_worker
+from benchmarks.fleet import available_cores, running_worker
+from benchmarks.processes import can_pin
 from benchmarks.report import Figure, Report, Samples
 from langchain_pshard import PipelineClient
 from langchain_pshard.core.bundle import WeightMode

@@ -8,7 +8,8 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.bundles import demo_bundle
-from benchmarks.fleet import available_cores, can_pin, running_worker
+from benchmarks.fleet import available_cores, running_worker
+from benchmarks.processes import can_pin
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import InvalidOptionError
 

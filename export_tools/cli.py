@@ -78,6 +78,12 @@ class _WithPlan(click.Command):
 )
 @click.option("--embedding", type=_MODES, help="How the embedding is stored.  [default: int8 for int4, else like --weights]")
 @click.option("--head", type=_MODES, help="How the output head is stored.  [default: int8 for int4, else like --weights]")
+@click.option(
+    "--draft",
+    metavar="MODEL",
+    help="A small model with the same tokenizer that guesses tokens for MODEL to verify; it becomes one more shard.",
+)
+@click.option("--draft-weights", type=_MODES, help="How the draft's layers are stored.  [default: as --weights]")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there; it stays until the new one is complete.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the shards with the unsplit model over a few short texts.")
 @click.option("--genai", is_flag=True, help="Add tokenizer models, so that openvino_genai runs the stage folder of a 1-stage bundle.")
@@ -97,6 +103,8 @@ def main(
     measure: bool,
     embedding: str | None,
     head: str | None,
+    draft: str | None,
+    draft_weights: str | None,
     overwrite: bool,
     no_verify: bool,
     genai: bool,
@@ -127,6 +135,8 @@ def main(
                 embedding=None if embedding is None else WeightMode(embedding),
                 head=None if head is None else WeightMode(head),
                 group_size=group_size,
+                draft=draft,
+                draft_weights=None if draft_weights is None else WeightMode(draft_weights),
                 overwrite=overwrite,
                 measure=measure,
                 verify_shards=not no_verify,

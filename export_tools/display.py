@@ -16,7 +16,7 @@ from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextCo
 from rich.progress import Progress as RichBars
 from rich.text import Text
 
-from langchain_pshard.core.bundle import Manifest
+from langchain_pshard.core.bundle import DraftEntry, Manifest, Verification
 
 _JSON_INTERVAL_S = 1.0
 
@@ -105,8 +105,13 @@ class JsonProgress:
 
 def worker_lines(manifest: Manifest, bundle: Path) -> list[str]:
     """The commands that start the bundle's workers."""
+    return [worker_line(bundle, f"--stage {idx}") for idx in range(manifest.num_stages)]
+
+
+def worker_line(bundle: Path, role: str) -> str:
+    """The command that starts a worker with one role, such as `--stage 0` or `--draft`."""
     quoted = f'"{bundle}"' if " " in str(bundle) else str(bundle)
-    return [f"pshard-worker {quoted} --stage {idx}" for idx in range(manifest.num_stages)]
+    return f"pshard-worker {quoted} {role}"
 
 
 def summary(manifest: Manifest, bundle: Path) -> str:
@@ -121,12 +126,18 @@ def summary(manifest: Manifest, bundle: Path) -> str:
     ]
     if manifest.costs is None:
         lines.append("  costs were not measured (--no-measure): a cut that was not given balances weight bytes")
-    lines += ["", _verification(manifest)]
+    if (draft := manifest.draft) is not None:
+        lines.append(f"  draft: {draft.model_name} ({draft.architecture}, {draft.weight_mode.value}), {draft.num_bytes / 2**20:.1f} MiB")
+    lines += ["", _verification(manifest.verification)]
+    if manifest.draft is not None and manifest.draft.verification is not None:
+        lines.append(f"Draft. {_verification(manifest.draft.verification)}")
     options = "" if "paged" in manifest.runners else f" --runner {manifest.runners[0]}"
     if options:
         lines += [f"The attention of {manifest.architecture} has no paged form: its workers use the {manifest.runners[0]} runner."]
     lines += ["", "Start one worker for each stage, on this or any machine that has the folder:"]
     lines += [f"  {line}{options}" for line in worker_lines(manifest, bundle)]
+    if manifest.draft is not None:
+        lines += ["and let one of them serve the draft too, or another worker alone:", f"  {worker_line(bundle, '--draft')}"]
     return "\n".join(lines)
 
 
@@ -153,12 +164,23 @@ def as_json(manifest: Manifest, bundle: Path) -> str:
         "stages": stages,
         "costs": msgspec.to_builtins(manifest.costs),
         "verification": msgspec.to_builtins(manifest.verification),
+        "draft": None if manifest.draft is None else _draft(manifest.draft, bundle),
     }
     return json.dumps(document, indent=1)
 
 
-def _verification(manifest: Manifest) -> str:
-    found = manifest.verification
+def _draft(draft: DraftEntry, bundle: Path) -> dict[str, Any]:
+    return {
+        "model_name": draft.model_name,
+        "architecture": draft.architecture,
+        "weights": draft.weight_mode.value,
+        "num_bytes": draft.num_bytes,
+        "verification": msgspec.to_builtins(draft.verification),
+        "worker": worker_line(bundle, "--draft"),
+    }
+
+
+def _verification(found: Verification | None) -> str:
     if found is None:
         return "Not verified against the unsplit model (--no-verify)."
     return (

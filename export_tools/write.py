@@ -1,6 +1,6 @@
 """How files and folders come to the disk: whole, flushed, and in one rename.
 
-Until a new bundle is renamed onto the target, the target is what it was. The folder it grows in is `draft.py`'s.
+Until a new bundle is renamed onto the target, the target is what it was. The folder it grows in is `unfinished.py`'s.
 """
 
 from __future__ import annotations

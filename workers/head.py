@@ -15,7 +15,7 @@ from langchain_pshard.core.errors import GrammarError, InferenceError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
-from workers.grammar import GrammarCompiler, Mask, Matcher, highest_allowed, masked
+from workers.grammar import GrammarCompiler, Matcher
 from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 MAX_LOGIT = 1e30
@@ -112,11 +112,10 @@ class Head:
                 stream.advance(piece)
             rows = slice(row, row + piece.num_sampled)
             row += piece.num_sampled
-            masks = stream.matcher.advance(piece) if stream.matcher is not None else None
-            if stream.is_plain and masks is None:
+            if stream.is_plain and stream.matcher is None:
                 results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
             else:
-                results.append(_sample_rows(stream, piece, logits[rows], masks))
+                results.append(_sample_rows(stream, piece, logits[rows], highest[rows]))
         return results
 
 
@@ -134,24 +133,33 @@ def _check_rows(logits: Logits, highest: npt.NDArray[np.int32], slices: Sequence
     )
 
 
-def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, masks: list[Mask] | None) -> SliceResult:
-    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its mask allows."""
-    params = stream.params
+def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest: npt.NDArray[np.int32]) -> SliceResult:
+    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its grammar allows.
+
+    Args:
+        highest: [num_sampled], the token with the highest logit of each row.
+    """
+    params, matcher = stream.params, stream.matcher
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    first = piece.start + len(piece.tokens) - piece.num_sampled  # logical position of the first sampled row
+    num_read = len(piece.tokens) - piece.num_sampled + 1  # up to the first sampled row
+    first = piece.start + num_read - 1  # its logical position
+    if matcher is not None:
+        matcher.advance(piece)
     for offset, row in enumerate(logits):
-        if masks is not None:
+        if matcher is not None:
+            if offset and piece.kind is SliceKind.ROWS:
+                matcher.follow(int(piece.tokens[num_read + offset - 1]))
             if stream.is_plain:
-                tokens.append(highest_allowed(row, masks[offset]))
+                tokens.append(matcher.highest_allowed(row, int(highest[offset])))
                 continue
-            row = masked(row, masks[offset])  # penalties and log-probabilities are of what may come
+            row = matcher.masked(row)  # penalties and log-probabilities are of what may come
         history = stream.until(first + offset) if stream.has_penalties else _NO_HISTORY
         tokens.append(sample(row, params, position=first + offset, history=history))
         if params.top_logprobs is not None:
             logprobs.append(token_logprobs(row, tokens[-1], params, history))
     encoded = np.array(tokens, dtype="<i4").tobytes()
-    forced = stream.matcher.forced_after(piece, tokens) if stream.matcher is not None else []
+    forced = matcher.forced_after(piece, tokens) if matcher is not None else []
     return SliceResult(
         piece.key.stream,
         encoded,

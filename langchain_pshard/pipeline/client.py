@@ -73,7 +73,7 @@ class FleetStatus:
 class PipelineClient:
     """A connection to a fleet, made by `connect`. A context manager. All methods may be called from any thread.
 
-    When a worker is lost, running generations end with `WorkerLostError` and the next call connects anew.
+    When a worker is lost, running generations end with `WorkerLostError`; waiting ones and the next call connect anew.
 
     Attributes:
         manifest: what the bundle says about the model.

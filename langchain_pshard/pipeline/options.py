@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.pipeline.scheduler import MAX_CHUNK_TOKENS, MIN_CHUNK_LIMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +14,7 @@ class ClientOptions:
     """Bounds of a `PipelineClient`; the defaults suit a local network.
 
     Raises:
-        InvalidOptionError: a value that is not above 0.
+        InvalidOptionError: a value that is not above 0, or a chunk length out of range.
     """
 
     liveness_timeout_s: float = 8.0
@@ -27,6 +28,8 @@ class ClientOptions:
     """Streams that may wait for KV room; one more is refused at once."""
     max_draft_tokens: int = 16
     """Most drafts in one step of one stream when the client chooses their number (`draft_tokens="auto"`)."""
+    max_chunk_tokens: int = MAX_CHUNK_TOKENS
+    """Most tokens of a prompt in one step. No token of a text depends on it: shorter chunks let others in sooner, longer ones cost less."""
     cache_dir: Path | None = None
     """Where manifests and tokenizers are kept; None is the user's cache folder."""
 
@@ -35,3 +38,7 @@ class ClientOptions:
             value = getattr(self, field.name)
             if field.name != "cache_dir" and not value > 0:
                 raise InvalidOptionError(f"{field.name}={value} is out of range; valid: above 0")
+        if not MIN_CHUNK_LIMIT <= self.max_chunk_tokens <= MAX_CHUNK_TOKENS:
+            raise InvalidOptionError(
+                f"max_chunk_tokens={self.max_chunk_tokens} is out of range; valid: {MIN_CHUNK_LIMIT} to {MAX_CHUNK_TOKENS}"
+            )

@@ -20,6 +20,8 @@ from langchain_pshard.pipeline.step_costs import StepCosts
 
 MIN_CHUNK_TOKENS = 32
 MAX_CHUNK_TOKENS = 256
+MIN_CHUNK_LIMIT = 3
+"""What the longest chunk has to be at least, so that every prompt can be cut into chunks of two or more."""
 PREFILL_BUDGET_TOKENS = 512
 """Most prompt tokens of a micro-batch."""
 ROW_BUDGET = 128
@@ -59,6 +61,8 @@ class Situation:
     """In order of arrival."""
     rows_per_stream: float = 1.0
     """Rows that a stream's turn has had of late, drafts included."""
+    max_chunk_tokens: int = MAX_CHUNK_TOKENS
+    """Most prompt tokens of one stream."""
     turn: int = 0
     """Counts micro-batches."""
 
@@ -154,7 +158,7 @@ def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
     budget = _prefill_budget(now, costs)
     chunks = []
     for turn in _in_order(now.prefilling, now.turn):
-        limit = min(budget, best_chunk_tokens(turn.num_left, costs))
+        limit = min(budget, now.max_chunk_tokens, best_chunk_tokens(turn.num_left, costs))
         if length := chunk_length(turn.num_left, limit):
             chunks.append(Chunk(stream=turn.stream, num_tokens=length))
             budget -= length

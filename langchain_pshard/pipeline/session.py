@@ -14,7 +14,15 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from langchain_pshard.core.errors import CapacityError, ClosedError, DeadlineError, PShardError, StateLostError, error_from_code
+from langchain_pshard.core.errors import (
+    CapacityError,
+    ClosedError,
+    DeadlineError,
+    PShardError,
+    StateLostError,
+    WorkerLostError,
+    error_from_code,
+)
 from langchain_pshard.core.messages import (
     ClientId,
     Close,
@@ -42,7 +50,7 @@ from langchain_pshard.pipeline.stream import Stream, StreamRequest
 from langchain_pshard.pipeline.turns import Turns
 
 MAX_REJOINS = 2
-"""How often a waiting stream survives that a worker has forgotten this client, before it ends with the error."""
+"""How often in a row waiting streams survive that a worker is lost or has forgotten this client, before they end with the error."""
 ACTIVE_TICK_S = 0.05
 IDLE_TICK_S = 0.5
 
@@ -75,7 +83,7 @@ class Session:
         )
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
-        self._turns = Turns(max_draft_tokens=options.max_draft_tokens)
+        self._turns = Turns(max_draft_tokens=options.max_draft_tokens, max_chunk_tokens=options.max_chunk_tokens)
         self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
         self._requests = Requests()
@@ -192,8 +200,9 @@ class Session:
         return out
 
     def _can_rejoin(self, failure: PShardError) -> bool:
-        """Whether waiting streams may simply go on waiting: a worker that has forgotten us knows us again after a join."""
-        if not isinstance(failure, StateLostError):
+        """Whether waiting streams may simply go on waiting: they have nothing on the fleet to lose, and a worker that was restarted or has
+        forgotten us knows us again after a join. One that stays away ends them when connecting anew has taken too long."""
+        if not self._admission.num_waiting or not isinstance(failure, StateLostError | WorkerLostError):
             return False
         self._num_rejoins += 1
         return self._num_rejoins <= MAX_REJOINS

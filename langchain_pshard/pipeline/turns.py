@@ -56,8 +56,9 @@ class Landing:
 class Turns:
     """The flights of one chain and their costs. `reset` begins a new chain."""
 
-    def __init__(self, *, max_draft_tokens: int) -> None:
+    def __init__(self, *, max_draft_tokens: int, max_chunk_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens
+        self._max_chunk_tokens = max_chunk_tokens
         self._step_ids = itertools.count(1)
         self._num_turns = 0
         self._flights: dict[StepId, Flight] = {}
@@ -132,6 +133,7 @@ class Turns:
             ready=[stream.id for stream in ready],
             prefilling=prefilling,
             rows_per_stream=self._rows_per_stream,
+            max_chunk_tokens=self._max_chunk_tokens,
             turn=self._num_turns,
         )
 

@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import export_tools.export
+import export_tools.shards
 from export_tools.cli import main
 from langchain_pshard.core.bundle import MODEL_BIN, load_manifest, stage_dir
 from tests.support.models import build_tiny
@@ -100,14 +101,14 @@ def test_a_failure_in_the_second_stage_leaves_the_target_and_is_gone_on_from(
     bundle = tmp_path / "bundle"
     assert run(model, "-o", bundle).exit_code == 0
     before = contents(bundle)
-    save = export_tools.export.save_stage
+    save = export_tools.shards.save_stage
 
     def failing_save(stage: object, xml: Path, mode: object) -> None:
         if xml.parent.name.startswith(stage_dir(1)):
             raise error
         save(stage, xml, mode)
 
-    monkeypatch.setattr(export_tools.export, "save_stage", failing_save)
+    monkeypatch.setattr(export_tools.shards, "save_stage", failing_save)
     result = run(model, "-o", bundle, "--stages", "2", "--overwrite")
     if isinstance(error, OSError):
         assert_refused(result, "No space left on device", str(bundle))
@@ -129,7 +130,7 @@ def test_a_kill_at_any_time_leaves_nothing_that_loads(model: Path, tmp_path: Pat
     bundle = tmp_path / "bundle"
     command = [sys.executable, "-m", "export_tools", str(model), "-o", str(bundle), "--layers", "1,2,1", "--no-measure", "--json"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and not list(tmp_path.glob(f".bundle.draft-*/bundle/{stage_dir(1)}*")):
+        while process.poll() is None and not list(tmp_path.glob(f".bundle.unfinished-*/bundle/{stage_dir(1)}*")):
             time.sleep(0.005)
         process.kill()
     assert not bundle.exists()

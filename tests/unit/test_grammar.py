@@ -15,6 +15,7 @@ from langchain_pshard.core.errors import GrammarError
 from langchain_pshard.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from langchain_pshard.core.messages import ClientId, SliceKind, SliceResult, StreamId
 from langchain_pshard.core.sampling import SamplingParams
+from tests.support.json_schemas import random_schema
 from tests.support.models import EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, write_tokenizer
 from workers.grammar import GrammarCompiler
 from workers.head import Head
@@ -109,6 +110,37 @@ def test_drafts_and_chunks_change_nothing_and_the_text_conforms(compiler: Gramma
     step(replayed, 0, PROMPT, SliceKind.PREFILL, 0)
     step(replayed, len(PROMPT), plain[:-2], SliceKind.ROWS, 0)
     assert step(replayed, len(PROMPT) + len(plain) - 2, plain[-2:-1], SliceKind.ROWS, 1) == [EOS_ID]
+
+
+GRAMMARS = [
+    *(schema(random_schema(random.Random(seed))) for seed in range(40)),
+    Grammar(GrammarKind.REGEX, "name: [a-z]{2}; (?s:.){0,9}; é+日本"),
+    Grammar(GrammarKind.LARK, 'start: "x" item+\nitem: "1" | "2" | "three hundred "'),
+]
+
+
+def test_the_highest_allowed_token_is_that_of_the_whole_mask(compiler: GrammarCompiler) -> None:
+    """A greedy row checks the model's own choice first and forced text without a mask; the mask has the last word on both."""
+    draws = np.random.default_rng(5)
+    num_own = num_ends = 0
+    for grammar in GRAMMARS:
+        matcher = compiler.compile(grammar)
+        piece = RunSlice(key=KEY, start=0, tokens=np.array(PROMPT, np.int32), kind=SliceKind.PREFILL, num_sampled=1)
+        for position in range(3, 150):
+            matcher.advance(piece)
+            row = draws.standard_normal(VOCAB_SIZE).astype(np.float32)
+            row[encode('", :}]01aet')] += 3
+            row[EOS_ID] += 3
+            highest = int(row.argmax())
+            expected = int(matcher.masked(row).argmax())
+            assert matcher.highest_allowed(row, highest) == expected, (grammar.text, position)
+            num_own += highest == expected
+            if expected == EOS_ID:
+                num_ends += 1
+                break
+            piece = RunSlice(key=KEY, start=position, tokens=np.array([expected], np.int32), kind=SliceKind.ROWS, num_sampled=1)
+    assert num_own > 100
+    assert num_ends > 30
 
 
 def test_what_is_forced_is_suggested_and_what_follows_accepts_it(compiler: GrammarCompiler) -> None:

@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.messages import StageTiming, StreamId
+from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.scheduler import (
     MAX_CHUNK_TOKENS,
     MAX_CHUNKS_IN_FLIGHT,
     MAX_GROUPS,
+    MIN_CHUNK_LIMIT,
     MIN_CHUNK_TOKENS,
     PREFILL_BUDGET_TOKENS,
     ROW_BUDGET,
@@ -58,6 +61,7 @@ def situation(
     in_flight: int = 0,
     decode_in_flight: int = 0,
     turn: int = 0,
+    max_chunk_tokens: int = MAX_CHUNK_TOKENS,
 ) -> Situation:
     return Situation(
         num_in_flight=in_flight,
@@ -66,6 +70,7 @@ def situation(
         ready=ready,
         prefilling=[Prefilling(stream=StreamId(stream), num_left=left) for stream, left in prefilling],
         turn=turn,
+        max_chunk_tokens=max_chunk_tokens,
     )
 
 
@@ -149,6 +154,25 @@ def test_prompts_fill_the_budget_while_nobody_decodes() -> None:
     found = plan(situation(prefilling=((4, 100), (5, 200), (6, 300), (7, 20))), costs((10.0, 0.05)))
     assert found is not None
     assert found.chunks == chunks((4, 100), (5, 200), (6, 212))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 4, 5, 100])
+def test_no_chunk_is_longer_than_the_client_allows_and_every_prompt_gets_through(num_tokens: int) -> None:
+    left = num_tokens
+    for _ in range(num_tokens):
+        found = plan(situation(prefilling=((4, left),), max_chunk_tokens=MIN_CHUNK_LIMIT), MEMORY_BOUND)
+        assert found is not None
+        assert 2 <= found.chunks[0].num_tokens <= MIN_CHUNK_LIMIT
+        left -= found.chunks[0].num_tokens
+        if not left:
+            return
+    pytest.fail(f"{left} tokens were never sent")
+
+
+@pytest.mark.parametrize("length", [1, 2, 257])
+def test_chunk_lengths_out_of_range_are_refused(length: int) -> None:
+    with pytest.raises(InvalidOptionError, match=f"max_chunk_tokens={length} is out of range; valid: 3 to 256"):
+        ClientOptions(max_chunk_tokens=length)
 
 
 def test_in_flight_chunks_are_bounded_and_more_where_the_way_is_long() -> None:
