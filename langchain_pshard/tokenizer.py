@@ -17,11 +17,13 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from langchain_pshard.core.bundle import TOKENIZER_DIR
 from langchain_pshard.core.errors import BundleError, InvalidOptionError
 
 
@@ -325,3 +327,9 @@ def _check_text(text: str) -> None:
             f"the text has a lone surrogate (U+{wrong:04X}) in {around!a}, half a character that cannot be encoded: replace it, for example"
             " with text.encode('utf-8', 'replace').decode()"
         ) from error
+
+
+@lru_cache(maxsize=4)
+def tokenizer_of(bundle: Path) -> Tokenizer:
+    """The tokenizer of a bundle on this machine, kept for the next who asks; raises as `Tokenizer.from_folder`."""
+    return Tokenizer.from_folder(bundle / TOKENIZER_DIR)
