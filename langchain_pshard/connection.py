@@ -34,6 +34,7 @@ class FleetSettings:
     runner: str
     numerics: str
     kv_memory: str | None
+    kv_precision: str | None
     num_threads: int | None
     drafts: bool = False
     """Whether a local one serves the bundle's draft model."""
@@ -81,6 +82,7 @@ def _local_fleet(settings: FleetSettings, bundle: Path) -> LocalFleet:
         runner=settings.runner,
         numerics=settings.numerics,
         kv_memory=settings.kv_memory,
+        kv_precision=settings.kv_precision,
         drafts=settings.drafts,
     )
 

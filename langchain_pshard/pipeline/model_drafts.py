@@ -140,7 +140,7 @@ class _Talk:
             kind=kind,
             num_drafts=num_drafts,
             num_positions=self.num_positions,
-            is_shared=self.stream.request.prefix_cache,
+            is_shared=bool(self.stream.request.prefix_cache),
         )
 
     def answered(self, ask: _Ask, tokens: tuple[int, ...], now: float) -> None:
