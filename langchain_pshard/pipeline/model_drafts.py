@@ -5,7 +5,8 @@ others go on. It waits twice as long as a guess takes of late, between `MIN_WAIT
 again once the late answer has come. While the draft model still reads the prompt, the stream does not wait at all.
 
 How many tokens it asks for follows from what they cost: the round trip to the draft model, measured, comes on top of the step. Where no
-number pays it asks for none, and tries a few now and then, ever more rarely, to see whether its text has become easier to guess.
+number pays it asks for none, and tries a few now and then, ever more rarely, to see whether its text has become easier to guess. Where not
+even right guesses would pay, only the costs can change that: all streams of the client together try once in `MAX_PROBE_EVERY` tokens.
 
 Nothing that happens here ends a stream. One that is refused or gets no answer goes on without drafts, and the first time is told (`Warn`).
 
@@ -16,7 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
@@ -90,11 +91,11 @@ class _Talk:
         self.ask = _Ask(num_tokens, 0, num_tokens, now, now)
         return asks
 
-    def next_ask(self, choose: Callable[[Stream, int], int], guess_ms: Callable[[int], float] | None, now: float) -> DraftAsk | None:
+    def next_ask(self, choose: Callable[[_Talk], int], guess_ms: Callable[[int], float] | None, now: float) -> DraftAsk | None:
         """What to ask for the stream's next turn; None when it is better not to.
 
         Args:
-            choose: how many of at most so many drafts pay for a stream.
+            choose: how many tokens to ask for.
             guess_ms: expected time of a guess of so many tokens; None when that is not known yet.
             now: the time.
         """
@@ -103,7 +104,7 @@ class _Talk:
             return None
         self._decided_at = end
         # The draft model has to hold the text, and all guesses but the last.
-        num_drafts = min(self._num_wanted(choose, end), self.stream.num_drafts_left, self.num_positions - end + 1)
+        num_drafts = min(choose(self), self.stream.num_drafts_left, self.num_positions - end + 1)
         if num_drafts < 1 or end > self.num_positions:
             return None
         start = self._num_held(end)
@@ -113,12 +114,14 @@ class _Talk:
         self.stream.await_guess(now)
         return self._make(start, tokens, SliceKind.ROWS, num_drafts)
 
-    def _num_wanted(self, choose: Callable[[Stream, int], int], end: int) -> int:
-        if self.stream.request.num_drafts is not None:
-            return self.stream.request.num_drafts
-        if num_drafts := choose(self.stream, self.stream.num_drafts_left):
-            self._probe_every = PROBE_EVERY
-            return num_drafts
+    def pays(self) -> None:
+        """Guesses are worth asking for; when they are no longer, the first try comes soon."""
+        self._probe_every = PROBE_EVERY
+        self._probe_at = self._num_positions_now + self._probe_every
+
+    def probe(self) -> int:
+        """How many tokens to ask for though it does not seem to pay: now and then a few."""
+        end = self._num_positions_now
         if end < self._probe_at:
             return 0
         self._probe_at = end + self._probe_every
@@ -171,6 +174,7 @@ class ModelDrafts:
         self._talks: dict[StreamId, _Talk] = {}
         self._costs = CostLine(GUESS_SLOPE)
         self._num_observed = 0
+        self._num_hopeless = 0  # turns since the last try, while no guess could pay
         self._told: set[str] = set()
 
     def reset(self, role: DraftRole | None, streams: Iterable[Stream], now: float) -> None:
@@ -181,6 +185,7 @@ class ModelDrafts:
         self._role = role
         self._costs = CostLine(GUESS_SLOPE)
         self._num_observed = 0
+        self._num_hopeless = 0
         self._told.clear()
         for stream in streams:
             self.add(stream)
@@ -206,9 +211,8 @@ class ModelDrafts:
         asks: list[DraftAsk] = []
         guess_ms = self._costs.at if self._num_observed else None
 
-        def choose(stream: Stream, num_left: int) -> int:
-            gains = stream.gains(min(self._max_draft_tokens, num_left))
-            return num_to_ask(gains, step_ms=step_ms, guess_ms=guess_ms or _free)
+        def choose(talk: _Talk) -> int:
+            return self._num_wanted(talk, lambda gains: num_to_ask(gains, step_ms=step_ms, guess_ms=guess_ms or _free))
 
         for talk in self._talks.values():
             if talk.is_off:
@@ -218,6 +222,20 @@ class ModelDrafts:
             elif (ask := talk.next_ask(choose, guess_ms, now)) is not None:
                 asks.append(ask)
         return [*prompts, tuple(asks)] if asks else prompts
+
+    def _num_wanted(self, talk: _Talk, best: Callable[[Sequence[float]], int]) -> int:
+        """How many tokens a stream asks for; `best` of drafts with these gains pay."""
+        stream = talk.stream
+        if stream.request.num_drafts is not None:
+            return stream.request.num_drafts
+        limit = max(0, min(self._max_draft_tokens, stream.num_drafts_left))
+        if num_drafts := best(stream.gains(limit)):
+            talk.pays()
+            return num_drafts
+        if best([1.0] * limit):
+            return talk.probe()
+        self._num_hopeless = (self._num_hopeless + 1) % MAX_PROBE_EVERY
+        return 0 if self._num_hopeless else PROBE_DRAFTS
 
     def on_drafted(self, message: Drafted, now: float) -> list[Instruction]:
         """The draft model's worker answered."""

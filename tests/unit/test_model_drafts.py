@@ -290,5 +290,7 @@ def test_asks_follow_what_they_bring(is_right: bool, guess_ms: float, pays: bool
     gaps = [later - earlier for (earlier, _), (later, _) in pairwise(late)]
     assert min(gaps) >= PROBE_EVERY
     assert sorted(gaps) == gaps
+    if is_right:  # not even right guesses pay
+        assert min(gaps) >= MAX_PROBE_EVERY
     assert max(gaps) <= MAX_PROBE_EVERY + 4
     assert len(late) < 8
