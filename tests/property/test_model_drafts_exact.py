@@ -8,98 +8,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from langchain_pshard.core.codec import pack_tokens, unpack_tokens
-from langchain_pshard.core.messages import (
-    ClientId,
-    Close,
-    Draft,
-    DraftAsk,
-    Drafted,
-    DraftResult,
-    Hello,
-    Join,
-    Joined,
-    Message,
-    Ping,
-    Pong,
-    StreamFailure,
-    StreamId,
-)
+from langchain_pshard.core.messages import StreamId
 from langchain_pshard.core.sampling import SamplingParams
-from langchain_pshard.pipeline.options import ClientOptions
-from langchain_pshard.pipeline.session import Session
 from langchain_pshard.pipeline.stream import StreamRequest
-from tests.unit.test_chain import A, B, C, drafting
-from tests.unit.test_session import Caller, Fleet
-from tests.unit.test_stream import EOS, VOCAB, fake_next, plain
-
-
-class DraftFleet(Fleet):
-    """The two workers of `Fleet`, and one that drafts at `C`."""
-
-    def __init__(self, texts: dict[StreamId, list[int]], chance: float, draws: random.Random) -> None:
-        super().__init__()
-        self.session = Session(
-            ClientId("me"), [A, B, C], software="0.1.0", connect_timeout_s=30.0, options=ClientOptions(step_timeout_s=5.0), now=0.0
-        )
-        self.asks: list[DraftAsk] = []
-        self.guessing: dict[StreamId, list[int]] = {}
-        self.num_restarts = 0
-        self._texts = texts
-        self._chance = chance
-        self._draws = draws
-
-    def handle_one(self) -> None:
-        address, message = self.sent[0]
-        if address != C:
-            return super().handle_one()
-        self.sent.pop(0)
-        match message:
-            case Hello():
-                self.reply(C, drafting(worker=f"d{self.num_restarts}"))
-            case Join(request=request):
-                self.guessing.clear()
-                self.reply(C, Joined(request=request))
-            case Ping(request=request):
-                self.reply(C, Pong(request=request))
-            case Draft(asks=asks):
-                self.asks += asks
-            case Close(streams=streams):
-                self.asks = [ask for ask in self.asks if ask.stream not in streams]
-                for stream in streams:
-                    self.guessing.pop(stream, None)
-        return None
-
-    def answer_ask(self, fate: str) -> None:
-        ask = self.asks.pop(0)
-        if fate == "lost":
-            return None
-        held = self.guessing.setdefault(ask.stream, [])
-        if fate == "full" or ask.start > len(held):
-            code = "capacity" if fate == "full" else "state-lost"
-            return self._say(Drafted(epoch=self.epoch, results=(), failures=(StreamFailure(ask.stream, code, fate),)))
-        held[ask.start :] = unpack_tokens(ask.tokens)
-        assert held == self._texts[ask.stream][: len(held)], "the draft model was told another text"
-        end = len(held)
-        assert end + max(0, ask.num_drafts - 1) <= ask.num_positions
-        for _ in range(ask.num_drafts):
-            token = fake_next(held)
-            held.append(token if self._draws.random() < self._chance else (token + 1) % VOCAB)
-        guess = held[end:]
-        del held[max(end, len(held) - 1) :]  # the last guess is never taken in
-        return self._say(Drafted(epoch=self.epoch, results=(DraftResult(ask.stream, end, pack_tokens(guess)),)))
-
-    def _say(self, message: Message) -> None:
-        self.reply(C, message)
-
-    def restart(self) -> None:
-        """The worker that drafts dies, and is there again with nothing in its memory."""
-        self.num_restarts += 1
-        self.asks.clear()
-        self.guessing.clear()
-        self.sent = [each for each in self.sent if each[0] != C]
-        self.do(self.session.on_lost(C, self.now))
-
+from tests.unit.test_session import Caller
+from tests.unit.test_session_drafts import DraftFleet
+from tests.unit.test_stream import EOS, VOCAB, plain
 
 STREAMS = st.lists(
     st.tuples(

@@ -50,7 +50,7 @@ def welcome(*stages: int, worker: str = "w", num_stages: int = 2, capacity: int 
 
 def drafting(worker: str = "d", **changes: object) -> Welcome:
     """A worker that serves the draft alone."""
-    draft = DraftOffer(model_name="small", num_bytes=3, kv_capacity_tokens=50, context_length=64)
+    draft = DraftOffer(model_name="small", num_bytes=3, kv_capacity_tokens=50, context_length=4096)
     return msgspec.structs.replace(welcome(worker=worker), **{"draft": draft, **changes})
 
 
@@ -73,7 +73,7 @@ def test_the_draft_is_taken_where_it_disturbs_least() -> None:
     assert assemble({A: both[A], B: welcome(1, worker="b")}).draft is None
     chain = assemble(both)
     assert chain.draft is not None
-    assert (chain.draft.address, chain.draft.context_length) == (B, 64)
+    assert (chain.draft.address, chain.draft.context_length) == (B, 4096)
     # Its own numerics class does not matter, and it is no part of the chain.
     chain = assemble({**both, C: drafting(numerics=other(dynamic_quantization_group_size=64))})
     assert chain.draft is not None
