@@ -45,6 +45,9 @@ class CallOptions(BaseModel):
     does so where the fleet verifies exactly, None is off."""
     draft_tokens: int | Literal["auto"] = "auto"
     """Guesses per step; "auto" sends as many as pay."""
+    prefix_cache: bool = True
+    """Whether the workers may reuse what they computed for prompts that begin alike, and keep it of this one; changes the time to the first
+    token, never the text."""
     stop: list[str] | None = None
     """Strings that end the text and are not part of it."""
     tools: list[dict[str, Any]] | None = None
@@ -116,6 +119,7 @@ class CallOptions(BaseModel):
             timeout_s=self.timeout,
             draft=self.draft,
             draft_tokens=self.draft_tokens,
+            prefix_cache=self.prefix_cache,
             grammar=grammar,
             marks=marks,
             sampling=SamplingParams(

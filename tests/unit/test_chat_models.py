@@ -305,7 +305,7 @@ def test_imports_stay_light() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
+def test_what_changes_the_speed_is_an_option_of_a_call_and_not_of_the_text(serve: Serve) -> None:
     client = serve(["a"])
     with ChatPShard(workers=WORKERS, draft_tokens=4) as model:
         model.invoke("Hi")
@@ -313,7 +313,9 @@ def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
         model.bind(draft="ngram", draft_tokens="auto").invoke("Hi")
         asked = [(params.draft, params.draft_tokens) for params in client.params]
         assert asked == [("auto", 4), (None, 4), ("ngram", "auto")]
-        assert "draft" not in model._identifying_params
+        model.invoke("Hi", prefix_cache=False)
+        assert [params.prefix_cache for params in client.params] == [True, True, True, False]
+        assert not {"draft", "draft_tokens", "prefix_cache"} & model._identifying_params.keys()
         with pytest.raises(InvalidOptionError, match="draft='model' needs a draft shard"):
             model.invoke("Hi", draft="model")
         with pytest.raises(InvalidOptionError, match="draft_tokens=0"):
