@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from langchain_pshard.chat_models import ChatPShard
 from langchain_pshard.core.errors import ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
+from langchain_pshard.prompt import TemplateError
 from tests.support.fake_client import WORKERS, FakeClient, Serve, connections
 
 
@@ -224,6 +225,15 @@ def test_context_overflow_is_langchains_own_too(serve: Serve) -> None:
     with ChatPShard(workers=WORKERS) as model, pytest.raises(LangChainContextOverflowError, match="has 9 tokens") as caught:
         model.invoke("Hi")
     assert isinstance(caught.value, ContextOverflowError)
+
+
+def test_a_template_that_fails_names_its_line(serve: Serve) -> None:
+    serve(chat_template="{{ bos_token }}\n{{ raise_exception('no such turn') }}")
+    with ChatPShard(workers=WORKERS) as model:
+        for call in (model.invoke, model.get_num_tokens_from_messages, lambda messages: asyncio.run(model.ainvoke(messages))):
+            with pytest.raises(ModelInvalidRequestError, match=r"line 2.*no such turn") as caught:
+                call([HumanMessage("Hi")])
+            assert isinstance(caught.value, TemplateError)
 
 
 def test_a_closed_stream_stops_the_work(serve: Serve) -> None:
