@@ -61,8 +61,8 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option(
     "--prefix-cache/--no-prefix-cache",
     default=None,
-    help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where it changes no"
-    " token: paged, but not u8]",
+    help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where that is exact:"
+    " paged but for u8, stateful under exact]",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")

@@ -210,8 +210,6 @@ def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path
         LocalFleet(bundle, kv_memory="lots")
     with pytest.raises(InvalidOptionError, match=r"worker of stage . refuses its options: .*'u4'.*f16.*f32.*u8"):
         LocalFleet(bundle, kv_precision="u4")
-    with pytest.raises(InvalidOptionError, match="the stateful runner has no prefix cache"):
-        LocalFleet(bundle, runner="stateful", prefix_cache=True)
     with pytest.raises(WorkerUnreachableError, match=r"not ready within 0\.1 s"):
         LocalFleet(bundle, start_timeout_s=0.1)
 
