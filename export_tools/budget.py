@@ -11,7 +11,7 @@ from langchain_pshard.core.bundle import LayerSpan
 from langchain_pshard.core.errors import UsageError
 
 _WORKING_BYTES = 700 << 20
-"""What torch, transformers, nncf and OpenVINO, tokenizer and graphs take beyond what is loaded already when the check is made."""
+"""What torch, transformers and OpenVINO, tokenizer and graphs take beyond what is loaded already when the check is made."""
 _WORKING_FACTOR = 1.5
 """Of a stage's float weights: the weights, and copies of a few matrices while they are compressed."""
 _COMPILED_FACTOR = 2

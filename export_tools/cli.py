@@ -19,7 +19,7 @@ from langchain_pshard.core.bundle import Manifest, WeightMode
 from langchain_pshard.core.errors import MissingExtraError, PShardError
 
 _MODES = click.Choice([mode.value for mode in WeightMode])
-_HEAVY_PACKAGES = frozenset({"gguf", "huggingface_hub", "nncf", "openvino", "safetensors", "torch", "transformers"})
+_HEAVY_PACKAGES = frozenset({"gguf", "huggingface_hub", "openvino", "safetensors", "torch", "transformers"})
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
@@ -156,7 +156,7 @@ def main(
 def _load_exporter(console: Console, *, is_quiet: bool) -> Callable[..., Manifest]:
     """Import torch and its company, which takes seconds, with a spinner; raises MissingExtraError when they are not installed."""
     try:
-        with nullcontext() if is_quiet else console.status("loading torch, transformers, nncf and OpenVINO"):
+        with nullcontext() if is_quiet else console.status("loading torch, transformers and OpenVINO"):
             from export_tools.export import export_bundle
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] in _HEAVY_PACKAGES:

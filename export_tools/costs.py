@@ -48,11 +48,6 @@ class PartBytes:
     head: int
 
 
-def layer_kinds(layers: Sequence[Any]) -> tuple[Hashable, ...]:
-    """For each decoder layer (a torch module, its weights may be on the meta device) what tells its kind: the shapes of its weights."""
-    return tuple(tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()) for layer in layers)
-
-
 def spans_to_measure(kinds: Sequence[Hashable], layer_bytes: Sequence[int]) -> tuple[LayerSpan, ...]:
     """The stages to measure: both ends with one layer each, one middle layer of each kind, and the longest run of one kind, cut to at
     most `_LONG_RUN_LAYERS`. Pure.
@@ -113,7 +108,7 @@ def measure_costs(
         cut: gives the stage module of a span; called for few spans, one after another.
         shape: the model's numbers.
         spans: what to measure, from `spans_to_measure`.
-        kinds: of each layer, from `layer_kinds`.
+        kinds: of each layer, from `WeightReader.layer_kinds`.
         stored: stored bytes of the parts.
         modes: how the parts are stored.
         activation_group_size: as in the manifest.
@@ -172,7 +167,7 @@ def _sample(stage: StageModule, shape: ModelShape, span: LayerSpan, modes: Weigh
     """A stage as it would stand in the bundle, without the way over the disk."""
     model = convert_stage(stage, shape)
     make_stateful(model, shape, span)
-    model = compress_stage(model, modes)
+    compress_stage(model, modes)
     if modes.layers is WeightMode.FP16:
         compress_model_transformation(model)
     return model

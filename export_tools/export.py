@@ -14,7 +14,7 @@ import psutil
 
 from export_tools import budget, genai
 from export_tools.compress import WeightModes, activation_group_size
-from export_tools.costs import PartBytes, layer_kinds, measure_costs, spans_to_measure
+from export_tools.costs import PartBytes, measure_costs, spans_to_measure
 from export_tools.draft import check_same_tokens, cut_draft, draft_entry
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
@@ -40,7 +40,7 @@ from langchain_pshard.core.bundle import (
 )
 from langchain_pshard.core.errors import InvalidOptionError
 
-_SHAPED_BY = ("langchain-pshard", "nncf", "openvino", "torch", "transformers")
+_SHAPED_BY = ("langchain-pshard", "openvino", "torch", "transformers")
 
 
 def export_bundle(
@@ -237,7 +237,7 @@ def _measured(
     source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
 ) -> ModelCosts:
     """Time a few short spans, each read by itself."""
-    kinds = layer_kinds(reader.empty_model().model.layers)
+    kinds = reader.layer_kinds()
     samples = spans_to_measure(kinds, stored.layers)
     budget.check_measuring(sizes, samples, modes, psutil.virtual_memory().available)
     return measure_costs(

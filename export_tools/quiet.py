@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 from collections.abc import Iterator
 
 from transformers.utils import logging as transformers_logging
@@ -23,16 +21,3 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def quiet_nncf() -> Iterator[None]:
-    """No tables at INFO and no bars on standard output, for which NNCF has no switch."""
-    logger = logging.getLogger("nncf")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(before)

@@ -126,7 +126,7 @@ def _write_shard(cut: Cut, progress: Progress, span: LayerSpan, folder: Path, in
         graph = convert_stage(cut_stage(model, shape, span), shape)
         make_stateful(graph, shape, span)
     with progress.task(f"{title}: compressing to {cut.modes.layers.value}"):
-        graph = compress_stage(graph, cut.modes)
+        compress_stage(graph, cut.modes)
     with progress.task(f"{title}: writing"):
         save_stage(graph, folder / MODEL_XML, cut.modes)
     return outputs

@@ -7,7 +7,7 @@ them; what it does share comes free with that slice.
 
 Where every layer of the stage has a window, a stream gives blocks back that the widest window has passed, and is promised no more than it
 can hold at once. Attention finds positions by their place in the table, so the places stay, and lead to a block of the stream's own: the
-kernel reads what is outside the window and gives it no weight (docs/decisions/0007).
+kernel reads what is outside the window and gives it no weight (docs/decisions/0008).
 
 Invariants:
 - every block is free, or named and idle, or in at least one table; a block without a name is in at most one;

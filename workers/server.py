@@ -121,9 +121,9 @@ class Server:
         timeout_s = 0.0 if self._worker.has_work else IDLE_POLL_S
         for _ in range(_MAX_POLLS):
             events = self._hub.poll(timeout_s)
-            if not events:
-                return
             yield from events
+            if not events or not self._worker.expects_more:
+                return
             timeout_s = 0.0
 
     def _decide(self, event: Event) -> list[Instruction]:

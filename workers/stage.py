@@ -86,6 +86,11 @@ class Stage:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def expects_more(self) -> bool:
+        """Whether steps wait and not every stream has one among them: others may come that would run together with them."""
+        return 0 < sum(len(waiting.slices) for waiting in self._waiting) < len(self._streams)
+
     def length(self, key: StreamKey) -> int:
         """Positions held for an open stream."""
         return self._streams[key].length

@@ -31,6 +31,10 @@ class Steps:
     def has_work(self) -> bool:
         return any(stage.has_work for stage in self._stages.values())
 
+    @property
+    def expects_more(self) -> bool:
+        return any(stage.expects_more for stage in self._stages.values())
+
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def take(self, batch: MicroBatch, hidden: Tensor | None, now_s: float) -> list[Instruction]:

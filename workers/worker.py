@@ -128,6 +128,11 @@ class Worker:
         return self._steps.has_work
 
     @property
+    def expects_more(self) -> bool:
+        """Whether steps may arrive that would run together with those that wait."""
+        return self._steps.expects_more
+
+    @property
     def id(self) -> WorkerId:
         return self._identity.worker
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from export_tools.budget import check_measuring
 from export_tools.compress import WeightModes
-from export_tools.costs import PartBytes, layer_kinds, solve, spans_to_measure
+from export_tools.costs import PartBytes, solve, spans_to_measure
 from export_tools.export import cutting_costs, lightest_spans
 from export_tools.profile import estimated_profile, profile_of_manifest
-from export_tools.weights import WeightSizes
+from export_tools.weights import WeightSizes, layer_kinds
 from langchain_pshard.core.bundle import LayerSpan, MachineSpeed, Manifest, ModelCosts, PartCost, StageCost, WeightMode
 from langchain_pshard.core.errors import BundleError, UsageError
 from langchain_pshard.core.yardstick import (
