@@ -66,6 +66,7 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
+@click.option("--allow-logits", is_flag=True, help="Let clients ask for whole logits, to compare with others. Not for production.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without any protection.")
 @click.option("--exit-with-parent", is_flag=True, hidden=True, help="Stop when standard input ends.")
 def command(
@@ -81,6 +82,7 @@ def command(
     prefix_cache: bool | None,
     threads: int | None,
     log_format: str,
+    allow_logits: bool,
     insecure: bool,
     exit_with_parent: bool,
 ) -> None:
@@ -100,7 +102,13 @@ def command(
             prefix_cache=prefix_cache,
         )
         options = Options(
-            bundle=bundle, stages=stages, listen=listen, settings=settings, is_insecure=insecure, exits_with_parent=exit_with_parent
+            bundle=bundle,
+            stages=stages,
+            listen=listen,
+            settings=settings,
+            is_insecure=insecure,
+            allows_logits=allow_logits,
+            exits_with_parent=exit_with_parent,
         )
         serve(options, report)
     except PShardError as error:

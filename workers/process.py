@@ -42,6 +42,8 @@ class Options:
     listen: str
     settings: Settings
     is_insecure: bool = False
+    allows_logits: bool = False
+    """Clients may ask for whole logits, to compare them with others'."""
     exits_with_parent: bool = False
 
 
@@ -68,7 +70,7 @@ def serve(options: Options, report: Report) -> None:
             stack.callback(runners[stage_idx].close)
         if grammars is not None:
             grammars.wait()
-        identity = identify(manifest, runners)
+        identity = identify(manifest, runners, allows_logits=options.allows_logits)
         server = Server(hub=hub, worker=Worker(identity), runners=runners, sampler=Head(grammars), bundle=options.bundle)
         switch.attach(server)
         report.ready(identity, address)
@@ -138,7 +140,7 @@ def _verify(bundle: Path, manifest: Manifest, stages: tuple[int, ...], report: R
         verify_files(bundle, files, lambda num_bytes: progress.advance(progress.task_ids[0], num_bytes))
 
 
-def identify(manifest: Manifest, runners: dict[int, Runner]) -> Identity:
+def identify(manifest: Manifest, runners: dict[int, Runner], *, allows_logits: bool = False) -> Identity:
     """What the worker says about itself, now that its engines are warm."""
     offers = tuple(
         StageOffer(
@@ -148,6 +150,7 @@ def identify(manifest: Manifest, runners: dict[int, Runner]) -> Identity:
             num_bytes=manifest.stages[stage_idx].num_bytes,
             kv_capacity_tokens=runner.kv_capacity_tokens,
             is_resumable=runner.is_rewind_exact,
+            allows_logits=allows_logits and stage_idx == manifest.num_stages - 1,
             kv_stream_tokens=runner.kv_stream_tokens,
         )
         for stage_idx, runner in runners.items()

@@ -46,6 +46,7 @@ class LocalFleet:
         kv_memory: str | None = None,
         kv_precision: str | None = None,
         prefix_cache: bool | None = None,
+        allow_logits: bool = False,
         start_timeout_s: float = 300.0,
     ) -> None:
         """Start the workers and wait until every stage is warm.
@@ -58,6 +59,7 @@ class LocalFleet:
             kv_memory: KV memory of each stage, with a unit: `1GiB`.
             kv_precision: type of the KV: `f16`, `f32` or `u8`.
             prefix_cache: whether prompts that begin alike share the KV of their beginning.
+            allow_logits: whether clients may ask for whole logits (`PipelineClient.logits`), for comparison.
             start_timeout_s: longest wait for all workers together.
 
         Raises:
@@ -71,7 +73,10 @@ class LocalFleet:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
         values = {"threads": num_threads or max(1, _num_cores() // num_stages), "runner": runner, "numerics": numerics}
-        self._options = _options(values | {"kv-memory": kv_memory, "kv-precision": kv_precision, "prefix-cache": prefix_cache})
+        self._options = _options(
+            values
+            | {"kv-memory": kv_memory, "kv-precision": kv_precision, "prefix-cache": prefix_cache, "allow-logits": allow_logits or None}
+        )
         self._start_timeout_s = start_timeout_s
         self._lock = threading.RLock()
         self._processes: list[_WorkerProcess] = []

@@ -74,11 +74,23 @@ def make_manifest(num_stages: int, tokenizer_files: tuple[FileEntry, ...] = ()) 
 
 
 def make_identity(
-    worker: str, num_stages: int, *served: int, capacity: int = 1024, tokenizer_files: tuple[FileEntry, ...] = ()
+    worker: str,
+    num_stages: int,
+    *served: int,
+    capacity: int = 1024,
+    tokenizer_files: tuple[FileEntry, ...] = (),
+    allows_logits: bool = False,
 ) -> Identity:
     """A worker that serves the stages `served` of a model of `num_stages`."""
     offers = (
-        StageOffer(stage_idx=idx, num_stages=num_stages, span=LayerSpan(idx, idx + 1), num_bytes=0, kv_capacity_tokens=capacity)
+        StageOffer(
+            stage_idx=idx,
+            num_stages=num_stages,
+            span=LayerSpan(idx, idx + 1),
+            num_bytes=0,
+            kv_capacity_tokens=capacity,
+            allows_logits=allows_logits,
+        )
         for idx in served
     )
     return Identity(

@@ -35,6 +35,7 @@ class RunSlice:
     tokens: TokenArray  # [n]
     kind: SliceKind
     num_sampled: int
+    returns_logits: bool = False
 
 
 class Runner(Protocol):
