@@ -57,6 +57,7 @@ def serve(options: Options, report: Report) -> None:
         if options.exits_with_parent:
             switch.watch_parent()
         _check_exposure(options, report)
+        _warn_of_sharing(options.settings, report)
         manifest = load_manifest(options.bundle)
         stages = check_stages(options.stages, manifest)
         address = listen(hub, options.listen)
@@ -105,6 +106,14 @@ def _check_exposure(options: Options, report: Report) -> None:
     if not options.is_insecure:
         raise InvalidOptionError(f"{meaning}. Listen on tcp://127.0.0.1:0, or add --insecure on a network you trust")
     report.warn(f"--insecure: {meaning}")
+
+
+def _warn_of_sharing(settings: Settings, report: Report) -> None:
+    if settings.has_prefix_cache and not settings.is_sharing_exact:
+        why = (
+            "u8 keys of a block share scales" if settings.kv_precision == "u8" else "the stateful runner's KV depends on chunks under fast"
+        )
+        report.warn(f"--prefix-cache is not exact here, as {why}: a prompt that others shared may get another text than one computed anew")
 
 
 def listen(hub: Hub, address: str) -> str:

@@ -43,7 +43,7 @@ class Settings:
     kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES
     """KV memory of each stage."""
     prefix_cache: bool | None = None
-    """Whether prompts that begin alike share the KV of their beginning; None: where that is exact, see `has_prefix_cache`."""
+    """Whether prompts that begin alike share the KV of their beginning; None: where that is exact."""
     cache_dir: Path | None = None
     """Where compiled models are kept between starts; None: nowhere."""
 
@@ -58,12 +58,16 @@ class Settings:
             raise InvalidOptionError(f"kv_memory_bytes={self.kv_memory_bytes} is out of range; valid: 1 or more")
 
     @property
-    def has_prefix_cache(self) -> bool:
-        """What `prefix_cache` comes to."""
+    def is_sharing_exact(self) -> bool:
+        """Whether a prompt that begins on shared KV says what it says without."""
         # The keys of a u8 block share scales, so its bits depend on the chunks that filled it. So do those of the stateful runner under
         # `fast`, and a shared beginning is a chunk.
-        is_exact = self.kv_precision != "u8" and (self.runner == "paged" or self.numerics == "exact")
-        return is_exact if self.prefix_cache is None else self.prefix_cache
+        return self.kv_precision != "u8" and (self.runner == "paged" or self.numerics == "exact")
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """What `prefix_cache` comes to."""
+        return self.is_sharing_exact if self.prefix_cache is None else self.prefix_cache
 
 
 def _check_one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
