@@ -20,6 +20,7 @@ class Reply:
 
     link: Link
     message: Message
+    tensor: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

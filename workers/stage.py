@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
-from langchain_pshard.core.errors import CapacityError, ProtocolError, StateLostError
-from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
+from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
 from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
@@ -44,6 +44,7 @@ class StageShape:
     boundary: DType
     is_draft: bool = False
     """The only stage of the draft model, not one of the bundle's."""
+    allows_logits: bool = False
 
     @property
     def title(self) -> str:
@@ -142,6 +143,10 @@ class Stage:
         if num_tokens > MAX_STEP_TOKENS:
             text = f"a step of {num_tokens} tokens; at most {MAX_STEP_TOKENS} are allowed: send several"
             return all_dropped(step, ProtocolError.code, text)
+        num_logits = sum(piece.num_sampled for piece in step.slices if piece.returns_logits) * self.shape.vocab_size
+        if 4 * num_logits > MAX_LOGITS_BYTES:
+            text = f"a step that asks for {4 * num_logits} bytes of logits; at most {MAX_LOGITS_BYTES} are allowed: send several"
+            return all_dropped(step, ProtocolError.code, text)
         times = Counter(piece.stream for piece in step.slices) if len(step.slices) > 1 else {}
         kept: list[int] = []
         slices: list[RunSlice] = []
@@ -157,8 +162,21 @@ class Stage:
                 text = f"{self.shape.title} holds no stream {piece.stream}: open it again"
                 failures[piece.stream] = StreamFailure(piece.stream, StateLostError.code, text)
                 continue
+            if piece.returns_logits and self.shape.is_last and not self.shape.allows_logits:
+                text = f"stage {self.shape.stage_idx} returns no logits: start its worker with --allow-logits, for comparison only"
+                failures[piece.stream] = StreamFailure(piece.stream, InvalidOptionError.code, text)
+                continue
             kept.append(idx)
-            slices.append(RunSlice(key=key, start=piece.start, tokens=tokens, kind=piece.kind, num_sampled=piece.num_sampled))
+            slices.append(
+                RunSlice(
+                    key=key,
+                    start=piece.start,
+                    tokens=tokens,
+                    kind=piece.kind,
+                    num_sampled=piece.num_sampled,
+                    returns_logits=piece.returns_logits,
+                )
+            )
         if slices:
             rows = pick_rows([piece.num_tokens for piece in step.slices], kept, hidden)
             self._waiting.append(WaitingStep(step=step, slices=tuple(slices), hidden=rows, arrived_s=now_s))

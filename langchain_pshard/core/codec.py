@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.errors import ProtocolError
-from langchain_pshard.core.messages import Message, MicroBatch, TensorSpec
+from langchain_pshard.core.messages import Message, MicroBatch, StepResult, TensorSpec
 from langchain_pshard.core.numerics import DType
 
 Tensor = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
@@ -59,10 +59,20 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Tensor | None]:
         raise ProtocolError(f"header cannot be decoded: {error}") from error
     except RecursionError as error:
         raise ProtocolError("header is nested too deeply") from error
-    spec = message.hidden if isinstance(message, MicroBatch) else None
+    spec = _spec_in(message)
     if (spec is None) != (len(frames) == 1):
         raise ProtocolError(f"header announces {'a' if spec else 'no'} tensor, the message has {len(frames)} frames")
     return message, None if spec is None else _view(spec, frames[1])
+
+
+def _spec_in(message: Message) -> TensorSpec | None:
+    match message:
+        case MicroBatch():
+            return message.hidden
+        case StepResult():
+            return None if message.logits is None else message.logits.tensor
+        case _:
+            return None
 
 
 def _view(spec: TensorSpec, data: Buffer) -> Tensor:

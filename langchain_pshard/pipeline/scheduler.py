@@ -43,6 +43,8 @@ class Prefilling:
 
     stream: StreamId
     num_left: int
+    max_tokens: int = MAX_CHUNK_TOKENS
+    """Of one chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,7 @@ def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
     budget = _prefill_budget(now, costs)
     chunks = []
     for turn in _in_order(now.prefilling, now.turn):
-        limit = min(budget, now.max_chunk_tokens, best_chunk_tokens(turn.num_left, costs))
+        limit = min(budget, now.max_chunk_tokens, turn.max_tokens, best_chunk_tokens(turn.num_left, costs))
         if length := chunk_length(turn.num_left, limit):
             chunks.append(Chunk(stream=turn.stream, num_tokens=length))
             budget -= length

@@ -130,7 +130,8 @@ class Turns:
                 if stream.is_ready:
                     ready.append(stream)
             elif stream.num_prompt_left:
-                prefilling.append(scheduler.Prefilling(stream=stream.id, num_left=stream.num_prompt_left))
+                most = min(scheduler.MAX_CHUNK_TOKENS, stream.request.max_chunk_tokens)
+                prefilling.append(scheduler.Prefilling(stream=stream.id, num_left=stream.num_prompt_left, max_tokens=most))
         ready.sort(key=_last_step)
         return scheduler.Situation(
             num_in_flight=len(self._flights),

@@ -36,6 +36,7 @@ class RunSlice:
     tokens: TokenArray  # [n]
     kind: SliceKind
     num_sampled: int
+    returns_logits: bool = False
 
 
 class Runner(Protocol):
