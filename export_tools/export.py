@@ -64,9 +64,8 @@ def export_bundle(
 ) -> Manifest:
     """Export a model into a bundle that appears at `out` whole or not at all.
 
-    One shard is in memory at a time: at most twice its float32 weights and 1.5 GiB; measuring holds a few short samples, which may be more
-    where stages have few layers. An interrupted export leaves its finished shards in a hidden folder beside `out`; the same call continues
-    there.
+    One shard is in memory at a time: at most twice its float32 weights and 1.5 GiB. An interrupted export leaves its finished shards in a
+    hidden folder beside `out`; the same call continues there.
 
     Args:
         source: a model folder, a .gguf file, a hub id, or "demo".
@@ -128,13 +127,14 @@ def export_bundle(
         }
     )
     given = None if layers is None else spans_from_counts(layers, shape.num_layers, num_stages)
+    num_spans = len(given) if given else num_stages or 1
     disk_bytes = 0
     if draft_cut is not None:
         disk_bytes = _check_memory(draft_cut.sizes, draft_cut.spans, draft_cut.modes, is_draft=True).disk
     if measure:  # which takes a while: what no cut could help is refused before
-        _check_memory(sizes, given or lightest_spans(sizes, num_stages or 1), modes)
-    costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, progress) if measure else None
-    spans = given or balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
+        _check_memory(sizes, given or lightest_spans(sizes, num_spans), modes)
+    costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, num_spans, progress) if measure else None
+    spans = given or balanced_spans(*cutting_costs(costs, stored), num_spans)
     disk_bytes += _check_memory(sizes, spans, modes).disk
     cut = Cut(
         source=found,
@@ -234,11 +234,11 @@ def _check_memory(sizes: WeightSizes, spans: tuple[LayerSpan, ...], modes: Weigh
 
 
 def _measured(
-    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
+    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, num_stages: int, progress: Progress
 ) -> ModelCosts:
     """Time a few short spans, each read by itself."""
     kinds = reader.layer_kinds()
-    samples = spans_to_measure(kinds, stored.layers)
+    samples = spans_to_measure(kinds, stored.layers, num_stages)
     budget.check_measuring(sizes, samples, modes, psutil.virtual_memory().available)
     return measure_costs(
         lambda span: cut_stage(reader.read(span), source.shape, span),
