@@ -116,7 +116,9 @@ def worker_line(bundle: Path, role: str) -> str:
 
 def summary(manifest: Manifest, bundle: Path) -> str:
     """What was made, how well it agrees with the model, and the lines that start its workers."""
-    mode = manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "")
+    mode = (
+        manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "") + (", awq" if manifest.awq else "")
+    )
     what = f"{manifest.model_name} ({manifest.architecture}, {mode})"
     lines = [f"{what} in {_count(manifest.num_stages, 'stage')}, fingerprint {manifest.fingerprint[:12]}"]
     lines += [
@@ -160,6 +162,7 @@ def as_json(manifest: Manifest, bundle: Path) -> str:
         "weights": manifest.weight_mode.value,
         "embedding": manifest.embedding_mode.value,
         "head": manifest.head_mode.value,
+        "awq": manifest.awq,
         "runners": list(manifest.runners),
         "stages": stages,
         "costs": msgspec.to_builtins(manifest.costs),

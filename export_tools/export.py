@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from export_tools import budget, genai
+from export_tools.awq import check as check_scalable
 from export_tools.compress import WeightModes, activation_group_size
 from export_tools.costs import PartBytes, measure_costs, spans_to_measure
 from export_tools.draft import check_same_tokens, cut_draft, draft_entry
@@ -53,6 +54,7 @@ def export_bundle(
     embedding: WeightMode | None = None,
     head: WeightMode | None = None,
     group_size: int = 128,
+    awq: bool = False,
     draft: str | None = None,
     draft_weights: WeightMode | None = None,
     overwrite: bool = False,
@@ -77,6 +79,7 @@ def export_bundle(
         embedding: how the embedding is stored; None is int8 where the layers are int4, else like the layers.
         head: the same for the output head.
         group_size: int4 weights per scale; smaller where it does not divide a channel count.
+        awq: scale the layers before int4, so that groups lose less; a layer keeps the same bytes whatever the split.
         draft: a small model with the same tokenizer, named like `source`, that guesses tokens for this one to verify; it becomes one more
             shard of the bundle, uncut.
         draft_weights: how its layers' weights are stored; None is like `weights`.
@@ -99,7 +102,7 @@ def export_bundle(
         UsageError: the bundle cannot be written, or memory or disk would not hold it.
     """
     progress = progress or SilentProgress()
-    modes = WeightModes.of(weights, embedding=embedding, head=head, group_size=group_size)
+    modes = WeightModes.of(weights, embedding=embedding, head=head, group_size=group_size, awq=awq)
     draft_modes = _draft_modes(draft, draft_weights, modes)
     recover_target(out)
     check_target(out, overwrite=overwrite)
@@ -114,6 +117,8 @@ def export_bundle(
     text = load_text_parts(found, progress)
     draft_cut = None if draft is None else _draft_cut(draft, draft_modes, found, text, progress, trusts_code=trusts_code)
     reader = open_weights(found, progress)
+    if modes.awq:
+        check_scalable(reader.empty_layers, origin=found.location, architecture=shape.architecture)
     sizes = reader.sizes()
     stored = part_bytes(sizes, modes)
     key = export_key(
@@ -288,6 +293,7 @@ def _manifest(
         costs=costs,
         verification=verification,
         draft=draft,
+        awq=modes.awq,
     ).sealed()
 
 

@@ -233,6 +233,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """None: the export was told not to verify."""
     draft: DraftEntry | None = None
     """None: exported without a draft model."""
+    awq: bool = False
+    """Whether the layers were scaled before they became int4. Their graphs are like others'."""
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)

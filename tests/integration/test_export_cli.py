@@ -63,6 +63,7 @@ def test_export_names_the_workers_to_start(model: Path, tmp_path: Path) -> None:
         (["--layers", "2,2", "--stages", "3"], ["2 stages", "3 were asked"]),
         (["--stages", "5"], ["5 stages", "4 layers"]),
         (["--group-size", "100"], ["group size 100", "power of two"]),
+        (["--awq", "--weights", "int8"], ["--awq", "int8", "int4 only"]),
     ],
 )
 def test_options_that_contradict_the_model(model: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
