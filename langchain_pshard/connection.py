@@ -34,6 +34,7 @@ class FleetSettings:
     runner: str
     numerics: str
     kv_memory: str | None
+    kv_precision: str | None
     num_threads: int | None
 
 
@@ -79,6 +80,7 @@ def _local_fleet(settings: FleetSettings, bundle: Path) -> LocalFleet:
         runner=settings.runner,
         numerics=settings.numerics,
         kv_memory=settings.kv_memory,
+        kv_precision=settings.kv_precision,
     )
 
 

@@ -66,6 +66,7 @@ class OpenStream:
     prompt: bytes = b""
     """Token ids, int32 little-endian; empty when it shares nothing."""
     grammar: Grammar | None = None
+    shares_generated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

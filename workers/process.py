@@ -148,6 +148,7 @@ def identify(manifest: Manifest, runners: dict[int, Runner]) -> Identity:
             num_bytes=manifest.stages[stage_idx].num_bytes,
             kv_capacity_tokens=runner.kv_capacity_tokens,
             is_resumable=runner.is_rewind_exact,
+            kv_stream_tokens=runner.kv_stream_tokens,
         )
         for stage_idx, runner in runners.items()
     )

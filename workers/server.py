@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from langchain_pshard.core.codec import Tensor
-from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError
+from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError, StateLostError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
 from langchain_pshard.core.sampling import SamplingParams
@@ -121,9 +121,9 @@ class Server:
         timeout_s = 0.0 if self._worker.has_work else IDLE_POLL_S
         for _ in range(_MAX_POLLS):
             events = self._hub.poll(timeout_s)
-            if not events:
-                return
             yield from events
+            if not events or not self._worker.expects_more:
+                return
             timeout_s = 0.0
 
     def _decide(self, event: Event) -> list[Instruction]:
@@ -176,7 +176,7 @@ class Server:
                 results = self._sampler.sample(cast(Logits, output), run.slices)
                 return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
             _check_finite(output, run)
-        except (InferenceError, CapacityError) as error:
+        except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
         return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
@@ -187,7 +187,8 @@ class Server:
         try:
             if is_last:  # before KV is set aside: a grammar may be refused
                 self._sampler.open(wanted.key, wanted.sampling, prompt, wanted.grammar)
-            return self._runners[wanted.stage_idx].open(wanted.key, wanted.num_tokens, prompt)
+            runner = self._runners[wanted.stage_idx]
+            return runner.open(wanted.key, wanted.num_tokens, prompt, shares_generated=wanted.shares_generated)
         except PShardError as error:
             if is_last:
                 self._sampler.close_stream(wanted.key)

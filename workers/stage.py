@@ -22,7 +22,7 @@ from langchain_pshard.core.errors import CapacityError, ProtocolError, StateLost
 from langchain_pshard.core.messages import DType, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
-from workers.runners.runner import RunSlice, StreamKey, TokenArray
+from workers.runners.runner import MAX_SLICE_TOKENS, RunSlice, StreamKey, TokenArray
 
 TOKEN_BUDGET = 512
 """Tokens merged into one inference; a single step may have more. Beyond this a prefill gets no quicker, and the engine keeps working memory
@@ -85,6 +85,11 @@ class Stage:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting)
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether steps wait and not every stream has one among them: others may come that would run together with them."""
+        return 0 < sum(len(waiting.slices) for waiting in self._waiting) < len(self._streams)
 
     def length(self, key: StreamKey) -> int:
         """Positions held for an open stream."""
@@ -155,6 +160,8 @@ class Stage:
         num_tokens = piece.num_tokens
         if len(piece.tokens) % 4 or not num_tokens:
             return f"{len(piece.tokens)} bytes of token ids; valid: 4 for each of one or more tokens"
+        if num_tokens > MAX_SLICE_TOKENS:
+            return f"a slice of {num_tokens} tokens; at most {MAX_SLICE_TOKENS} are allowed: send several"
         if not 0 <= piece.num_sampled <= num_tokens:
             return f"{piece.num_sampled} positions to sample of {num_tokens} tokens"
         if piece.start < 0:

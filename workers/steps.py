@@ -31,6 +31,10 @@ class Steps:
     def has_work(self) -> bool:
         return any(stage.has_work for stage in self._stages.values())
 
+    @property
+    def expects_more(self) -> bool:
+        return any(stage.expects_more for stage in self._stages.values())
+
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def take(self, batch: MicroBatch, hidden: Tensor | None, now_s: float) -> list[Instruction]:
@@ -90,7 +94,7 @@ class Steps:
                 return [*out, verdict.run]
         return out
 
-    def failed(self, run: Run, error: InferenceError | CapacityError) -> list[Instruction]:
+    def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
         """The engine failed on `run`: merged steps will run again, each alone; a single one is given up."""
         dropped = self._stages[run.stage_idx].failed(run, error.code, f"stage {run.stage_idx}: {error}")
         return [reply for one in dropped for reply in self._tell(run.stage_idx, one)]

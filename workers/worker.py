@@ -128,6 +128,11 @@ class Worker:
         return self._steps.has_work
 
     @property
+    def expects_more(self) -> bool:
+        """Whether steps may arrive that would run together with those that wait."""
+        return self._steps.expects_more
+
+    @property
     def id(self) -> WorkerId:
         return self._identity.worker
 
@@ -249,7 +254,7 @@ class Worker:
                 StateLostError.code, f"worker {self._identity.worker} {at}{state}; the stream is of epoch {ask.epoch}: join first"
             )
         if known is not None:
-            said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar) for one in (known, ask))
+            said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar, one.shares_generated) for one in (known, ask))
             is_same = said == says
             return None if is_same else refused(ProtocolError.code, f"stream {ask.stream} is open with other parameters: use another id")
         if self._is_draining:
@@ -294,7 +299,7 @@ class Worker:
         """The last stage computed `run`; `results` has one entry a slice, in order."""
         return self._steps.sampled(run, results, started_s=started_s, ended_s=ended_s)
 
-    def failed(self, run: Run, error: InferenceError | CapacityError) -> list[Instruction]:
+    def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
         """The engine failed on `run`."""
         return self._steps.failed(run, error)
 

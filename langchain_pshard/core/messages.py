@@ -84,6 +84,9 @@ class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
     """KV positions the stage can hold, over all streams."""
     is_resumable: bool = True
     """Whether rejected positions can be rewound exactly under this worker's numerics class."""
+    kv_stream_tokens: int | None = None
+    """Most KV positions that one stream takes of the capacity, however long it is, where every layer has a window; None: as many as it
+    has positions."""
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
@@ -179,6 +182,8 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     stream is to share nothing with others."""
     grammar: Grammar | None = None
     """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
+    shares_generated: bool = False
+    """Whether a stage may also look the prompt up in generated text, and keep this stream's; tokens may then differ in close decisions."""
 
 
 class Opened(_Message, frozen=True, kw_only=True, tag="opened"):

@@ -23,6 +23,12 @@ class ChainStage:
     kv_capacity_tokens: int
     is_resumable: bool
     numerics: Numerics
+    kv_stream_tokens: int | None = None
+    """Most KV positions of one stream, however long it is; None: as many as it has."""
+
+    def kv_needed(self, num_positions: int) -> int:
+        """KV positions that a stream of `num_positions` takes here."""
+        return num_positions if self.kv_stream_tokens is None else min(num_positions, self.kv_stream_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +51,9 @@ class Chain:
     def first(self) -> ChainStage:
         return self.stages[0]
 
-    @property
-    def tightest(self) -> ChainStage:
-        """The stage with the least room for KV."""
-        return min(self.stages, key=lambda stage: stage.kv_capacity_tokens)
+    def tightest(self, num_positions: int) -> ChainStage:
+        """The stage that has the least room left beside a stream of `num_positions`; below none when it cannot hold it at all."""
+        return min(self.stages, key=lambda stage: stage.kv_capacity_tokens - stage.kv_needed(num_positions))
 
     def stages_at(self, address: str) -> tuple[int, ...]:
         return tuple(stage.stage_idx for stage in self.stages if stage.address == address)
@@ -151,6 +156,7 @@ def _stages(welcomes: Mapping[str, Welcome]) -> tuple[ChainStage, ...]:
                 kv_capacity_tokens=offer.kv_capacity_tokens,
                 is_resumable=offer.is_resumable,
                 numerics=welcome.numerics,
+                kv_stream_tokens=offer.kv_stream_tokens,
             )
             if (other := found.setdefault(offer.stage_idx, stage)) is not stage:
                 raise FleetMismatchError(

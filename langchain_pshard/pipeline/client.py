@@ -85,6 +85,7 @@ class PipelineClient:
         self.tokenizer = tokenizer
         self._addresses = addresses
         self._reactor = reactor
+        self._has_told_inexact = False
         self._close = weakref.finalize(self, reactor.close)
 
     @classmethod
@@ -212,6 +213,12 @@ class PipelineClient:
             raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
         drafter = self._drafter(params, drafter)
+        if params.prefix_cache == "all" and not self._has_told_inexact:
+            self._has_told_inexact = True
+            _log.warning(
+                "prefix_cache='all' is not exact: KV of generated text differs in its last bits from that of a prompt, so texts may differ"
+                " from those without it; prefix_cache=True reuses only what is exact"
+            )
 
         def make(sink: Sink) -> StreamRequest:
             return StreamRequest(
@@ -254,8 +261,9 @@ class PipelineClient:
             raise InvalidOptionError(f"the prompt has token id {wrong}; valid: 0 to {vocab_size - 1}")
 
     def _check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        stage = self.chain.tightest
-        needed = num_prompt_tokens + max_tokens
+        num_positions = num_prompt_tokens + max_tokens
+        stage = self.chain.tightest(num_positions)
+        needed = stage.kv_needed(num_positions)
         if needed > stage.kv_capacity_tokens:
             raise CapacityError(
                 f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {needed} KV positions; stage {stage.stage_idx} at"

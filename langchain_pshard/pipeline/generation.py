@@ -16,6 +16,7 @@ DEFAULT_MAX_TOKENS = 1024
 MAX_DRAFT_TOKENS = 64
 Draft = Literal["auto", "ngram", "model"] | None
 _DRAFTS = ("auto", "ngram", None)
+PrefixCache = bool | Literal["all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,9 @@ class GenerationParams:
     """What the whole text must conform to; the generation ends when it is complete."""
     ignore_eos: bool = False
     """Generate on past end tokens, for measurements of a fixed length."""
-    prefix_cache: bool = True
-    """Whether the workers may reuse what they computed for prompts that begin alike, and keep it of this one. No token depends on it."""
+    prefix_cache: PrefixCache = True
+    """Whether the workers may reuse what they computed for prompts that begin alike, and keep it of this one. No token depends on it,
+    unless it is `all`: then generated text counts too, such as the last answer in a chat, which differs in its last bits from a prompt."""
     draft: Draft = "auto"
     """What guesses tokens ahead for the model to verify, which changes the speed, never the text: `ngram` looks the text up in itself,
     `auto` does so where the fleet verifies exactly, None is off."""
@@ -52,6 +54,8 @@ class GenerationParams:
             raise InvalidOptionError(f"max_tokens={self.max_tokens} is out of range; valid: 1 or more, or None")
         if any(not text for text in self.stop):
             raise InvalidOptionError("stop contains an empty string, which would end every text at once; remove it")
+        if not isinstance(self.prefix_cache, bool) and self.prefix_cache != "all":
+            raise InvalidOptionError(f"prefix_cache={self.prefix_cache!r} is unknown; valid: True, False, 'all'")
         if self.draft == "model":
             raise InvalidOptionError("draft='model' needs a draft shard, which this version cannot serve yet; valid: 'auto', 'ngram', None")
         if self.draft not in _DRAFTS:

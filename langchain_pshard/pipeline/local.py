@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -44,6 +44,8 @@ class LocalFleet:
         runner: str | None = None,
         numerics: str | None = None,
         kv_memory: str | None = None,
+        kv_precision: str | None = None,
+        prefix_cache: bool | None = None,
         start_timeout_s: float = 300.0,
     ) -> None:
         """Start the workers and wait until every stage is warm.
@@ -51,9 +53,11 @@ class LocalFleet:
         Args:
             bundle: folder of the bundle.
             num_threads: inference threads of each worker; None shares the cores among the stages.
-            runner: `paged` or `stateful`; None is the worker's default, as for the next two.
+            runner: `paged` or `stateful`; None is the worker's default, as for the next ones.
             numerics: `fast` or `exact`.
             kv_memory: KV memory of each stage, with a unit: `1GiB`.
+            kv_precision: type of the KV: `f16`, `f32` or `u8`.
+            prefix_cache: whether prompts that begin alike share the KV of their beginning.
             start_timeout_s: longest wait for all workers together.
 
         Raises:
@@ -66,7 +70,8 @@ class LocalFleet:
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
-        self._options = _options(num_threads or max(1, _num_cores() // num_stages), runner, numerics, kv_memory)
+        values = {"threads": num_threads or max(1, _num_cores() // num_stages), "runner": runner, "numerics": numerics}
+        self._options = _options(values | {"kv-memory": kv_memory, "kv-precision": kv_precision, "prefix-cache": prefix_cache})
         self._start_timeout_s = start_timeout_s
         self._lock = threading.RLock()
         self._processes: list[_WorkerProcess] = []
@@ -220,9 +225,15 @@ class _WorkerProcess:
             self._tail.append(line.decode("utf-8", "replace").rstrip())
 
 
-def _options(num_threads: int, runner: str | None, numerics: str | None, kv_memory: str | None) -> list[str]:
-    values = {"--threads": str(num_threads), "--runner": runner, "--numerics": numerics, "--kv-memory": kv_memory}
-    return [part for name, value in values.items() if value is not None for part in (name, value)]
+def _options(values: Mapping[str, str | int | bool | None]) -> list[str]:
+    """The command line of these options, by name; None leaves one to the worker."""
+    parts: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            parts.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            parts += [f"--{name}", str(value)]
+    return parts
 
 
 def _num_cores() -> int:

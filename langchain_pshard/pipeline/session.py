@@ -354,6 +354,7 @@ class Session:
             sampling=stream.request.sampling,
             prompt=stream.shared_prompt,
             grammar=stream.request.grammar,
+            shares_generated=stream.request.prefix_cache == "all",
         )
 
     def _new_request(self) -> RequestId:

@@ -20,7 +20,7 @@ from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageT
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.account import Account
 from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer
-from langchain_pshard.pipeline.generation import FinishReason, GenerationStats
+from langchain_pshard.pipeline.generation import FinishReason, GenerationStats, PrefixCache
 from langchain_pshard.pipeline.speculation import Drafting, draft, num_accepted
 
 
@@ -57,8 +57,8 @@ class StreamRequest:
     """Guesses for this stream, begun on its prompt."""
     num_drafts: int | None = None
     """How many drafts ride with each step; None: as many as pay."""
-    prefix_cache: bool = True
-    """Whether the beginning of the prompt may be shared with other streams."""
+    prefix_cache: PrefixCache = True
+    """Whether the beginning of the prompt may be shared with other streams; `all`: generated text too."""
     grammar: Grammar | None = None
     """What the generated text must conform to."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -181,8 +182,34 @@ def test_two_clients_of_one_fleet_share_prompts_and_say_what_they_say_alone(bund
         assert all(stage.kv_used_tokens == 0 for worker in ann.status().workers for stage in worker.status.stages)  # type: ignore[union-attr]
 
 
+def test_all_finds_the_answers_of_a_chat_too_and_leaves_exact_streams_alone(
+    bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three turns, each with all that was said before; drafts are rejected on the way. Then the same turns exactly."""
+    params = GenerationParams(max_tokens=70, ignore_eos=True, draft="ngram")
+    everything = dataclasses.replace(params, prefix_cache="all")
+    with (
+        LocalFleet(bundle, num_threads=1, kv_memory="4MiB") as fleet,
+        PipelineClient.connect(fleet.addresses, options=ClientOptions(cache_dir=tmp_path)) as client,
+    ):
+        said, prompts, num_cached = text(45), [], []
+        for turn in range(3):
+            prompts.append(tuple(said))
+            answer = client.complete(said, everything)
+            num_cached.append(answer.stats.num_cached_tokens)
+            said = [*said, *answer.token_ids, *text(9, seed=turn)]
+        assert num_cached == [0, 96, 192]  # 45 + 70 and 2 * (45 + 70) + 9, less the last tokens, which no step had behind it
+        exact = [client.complete(prompt, params) for prompt in prompts]
+        cold = [client.complete(prompt, replaced(params, prefix_cache=False)) for prompt in prompts]
+        assert tokens(exact) == tokens(cold)
+        assert cached(exact) == [32, 32, 96]
+    warnings = [record.getMessage() for record in caplog.records if "prefix_cache='all'" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "texts may differ" in warnings[0]
+
+
 def replaced(params: GenerationParams, *, prefix_cache: bool) -> GenerationParams:
-    return GenerationParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos, sampling=params.sampling, prefix_cache=prefix_cache)
+    return dataclasses.replace(params, prefix_cache=prefix_cache)
 
 
 def tokens(generations: Sequence[Generation]) -> list[tuple[int, ...]]:

@@ -128,6 +128,10 @@ class FakeRunner:
     _values: dict[StreamKey, list[float]] = field(default_factory=dict)
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return None
+
+    @property
     def kv_used_tokens(self) -> int:
         return sum(self._reserved.values())
 
@@ -135,7 +139,8 @@ class FakeRunner:
     def num_streams(self) -> int:
         return len(self._reserved)
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
+        del shares_generated
         assert key not in self._reserved
         assert len(prompt) <= num_tokens
         free = self.kv_capacity_tokens - self.kv_used_tokens

@@ -171,7 +171,15 @@ def test_unknown_and_wrong_options_are_errors(serve: Serve) -> None:
             model.invoke("Hi", top_p=2.0)
         with pytest.raises(ModelInvalidRequestError, match="of no known form"):
             model.invoke("Hi", response_format={"type": "xml"})
-    for wrong in ({"tmeperature": 1}, {"temperature": -1}, {"max_tokens": 0}, {"runner": "paged2"}, {"numerics": "exact"}, {"workers": []}):
+    for wrong in (
+        {"tmeperature": 1},
+        {"temperature": -1},
+        {"max_tokens": 0},
+        {"runner": "paged2"},
+        {"numerics": "exact"},
+        {"kv_precision": "f16"},
+        {"workers": []},
+    ):
         with pytest.raises(ValidationError):
             ChatPShard(**{"workers": WORKERS, **wrong})
     with pytest.raises(ValidationError, match="either bundle"):

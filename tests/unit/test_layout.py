@@ -26,7 +26,7 @@ RESERVED = 4 * BLOCK_TOKENS
 
 def table(first_block: int) -> BlockTable:
     blocks = np.arange(first_block, first_block + num_blocks_for(RESERVED), dtype=np.int32)
-    return BlockTable(blocks=blocks, num_reserved=RESERVED)
+    return BlockTable(blocks=blocks, num_reserved=RESERVED, max_blocks=len(blocks), num_taken=len(blocks))
 
 
 def piece(stream: int, start: int, tokens: list[int], kind: SliceKind, num_sampled: int = 1) -> RunSlice:
@@ -88,3 +88,16 @@ def test_the_next_token_of_the_same_streams_moves() -> None:
     assert layout.move([piece(1, 4, [7], SliceKind.ROWS), piece(2, 41, [8], SliceKind.ROWS)], tables)
     assert layout.position_ids.tolist() == [4, 41]
     assert layout.past_lens.tolist() == [4, 41, 0]
+
+
+def test_a_layout_takes_the_memory_of_the_last_one_where_it_fits() -> None:
+    first, second, third = table(0), table(10), table(20)
+    old = lay_out([piece(1, 3, [5], SliceKind.ROWS), piece(2, 9, [6], SliceKind.ROWS)], [first, second])
+    mine = lay_out([piece(3, 40, [7], SliceKind.ROWS), piece(2, 10, [8], SliceKind.ROWS)], [third, second])
+    expected = as_lists(mine)
+    layout, unset = mine.over(old)
+    assert unset == ("block_indices",)  # position 40 is in a second block
+    assert as_lists(layout) == expected
+    assert all((getattr(layout, name) is getattr(old, name)) == (name not in unset) for name in FIELDS)
+    assert layout.move([piece(3, 41, [9], SliceKind.ROWS), piece(2, 11, [9], SliceKind.ROWS)], [third, second])
+    assert old.position_ids.tolist() == [41, 11]

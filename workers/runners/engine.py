@@ -55,6 +55,12 @@ class StageModel:
     kv_memory_bytes: int
     has_prefix_cache: bool
 
+    @property
+    def widest_window(self) -> int | None:
+        """Positions that a token sees in the layer that sees most; None when a layer sees all."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if windows and len(windows) == len(self.windows) else None
+
     def empty_output(self, num_rows: int) -> tuple[npt.NDArray[Any], Any]:
         """Memory for the output of a step, [num_rows, vocab or hidden], and its type."""
         if self.is_last:

@@ -13,7 +13,7 @@ stage):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,20 @@ class Layout:
     signature: Signature
     """What has to be equal for another batch to differ from this one in tokens and positions alone."""
 
+    def over(self, old: Layout) -> tuple[Layout, tuple[str, ...]]:
+        """This layout in the memory of an older one that a request still reads, as far as it fits.
+
+        Returns:
+            The layout, and the names of the arrays whose shapes differ: those the request has yet to be given.
+        """
+        kept = {}
+        for name in ARRAYS:
+            mine, theirs = getattr(self, name), getattr(old, name)
+            if mine.shape == theirs.shape:
+                theirs[...] = mine
+                kept[name] = theirs
+        return replace(self, **kept), tuple(name for name in ARRAYS if name not in kept)
+
     def move(self, slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> bool:
         """Become the layout of another batch, in place, if it is like this one: the next decode step of the same streams nearly always
         is. Saves setting eight inputs of the request, most of what a step costs beside its inference.
@@ -61,6 +75,10 @@ class Layout:
         self.past_lens[:-1] = self.position_ids  # every row is a subsequence
         self.max_context_len[...] = self.position_ids.max() + 1
         return True
+
+
+ARRAYS = tuple(field.name for field in fields(Layout) if field.name != "signature")
+"""What a request reads of a layout."""
 
 
 def _signature(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Signature:

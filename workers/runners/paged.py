@@ -16,8 +16,8 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
-from langchain_pshard.core.messages import Numerics, SliceKind
-from workers.blocks import BLOCK_TOKENS, BlockPool
+from langchain_pshard.core.messages import Numerics
+from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable
 from workers.runners.engine import (
     OV_TYPES,
     SAMPLED_ROWS,
@@ -30,7 +30,7 @@ from workers.runners.engine import (
     input_indices,
     share,
 )
-from workers.runners.layout import Layout, lay_out
+from workers.runners.layout import ARRAYS, Layout, lay_out
 from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 _WINDOW_INPUT = 10
@@ -57,6 +57,7 @@ class PagedRunner:
         self._request = self._compiled.create_infer_request()
         self._inputs = input_indices(self._compiled)
         self._layout: Layout | None = None  # of the last step, while the request still reads its arrays
+        self._hidden: Tensor | None = None  # likewise
         self._pool, self._caches = _allocate(stage, self._compiled)
         for idx, (array, element_type) in self._caches.items():
             self._request.set_input_tensor(idx, share(array, element_type))
@@ -75,11 +76,17 @@ class PagedRunner:
         return self._pool.num_tokens
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return self._pool.max_stream_tokens
+
+    @property
     def kv_used_tokens(self) -> int:
         return self._pool.used_tokens
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
-        return self._pool.take(key, num_tokens, prompt if self._stage.has_prefix_cache else NO_TOKENS)
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
+        if not self._stage.has_prefix_cache:
+            return self._pool.take(key, num_tokens)
+        return self._pool.take(key, num_tokens, prompt, shares_generated=shares_generated and len(prompt) > 0)
 
     def close_stream(self, key: StreamKey) -> None:
         self._pool.release(key)
@@ -90,51 +97,69 @@ class PagedRunner:
             for source, target in self._pool.begin_write(piece.key, piece.start, len(piece.tokens)):
                 self._copy_block(source, target)
         tables = [self._pool.table(piece.key) for piece in slices]
-        layout = self._layout
-        inputs = [] if hidden is None else [self._hidden_port(hidden)]
+        layout, self._layout = self._layout, None  # until it is over: a failure in between must not leave half of the inputs behind
+        memory, self._hidden = self._hidden, None
+        inputs: list[Port] = []
+        if hidden is not None:
+            memory, inputs = self._into_memory(hidden, memory)
         if layout is None or not layout.move(slices, tables):
-            self._layout = None  # until every input is set: a failure in between must not leave half of them behind
-            layout = lay_out(slices, tables)
-            inputs += self._layout_ports(layout)
+            layout, unset = _laid_out(slices, tables, layout)
+            inputs += self._layout_ports(layout, unset)
         num_rows = max(1, len(layout.sampled_rows)) if self._stage.is_last else len(layout.tokens)
         output, element_type = self._stage.empty_output(num_rows)
         infer(self._request, inputs, Port(0, output[:, None], element_type), self._stage.stage_name)
-        self._layout = layout
+        self._layout, self._hidden = layout, memory
         for piece in slices:
-            if piece.kind is SliceKind.PREFILL:
-                self._pool.wrote_prompt(piece.key, piece.start, piece.tokens)
+            self._pool.wrote(piece.key, piece.start, piece.tokens, piece.kind)
         return output[: len(layout.sampled_rows)] if self._stage.is_last else output
 
     def _copy_block(self, source: int, target: int) -> None:
         for array, _ in self._caches.values():
             array[target] = array[source]
 
-    def _hidden_port(self, hidden: Tensor) -> Port:
+    def _into_memory(self, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, list[Port]]:
+        """The hidden states where the request reads them: copied to where the last ones were, which is quicker than setting an input, or
+        in memory of their own when they are more or fewer rows."""
+        if memory is not None and memory.shape == hidden.shape:
+            memory[...] = hidden
+            return memory, []
         boundary = self._stage.numerics.boundary
-        return Port(self._inputs["inputs_embeds"], aligned(hidden, boundary), OV_TYPES[boundary])
+        memory = aligned(hidden.copy(), boundary)
+        return memory, [Port(self._inputs["inputs_embeds"], memory, OV_TYPES[boundary])]
 
-    def _layout_ports(self, layout: Layout) -> list[Port]:
-        at = self._inputs
+    def _layout_ports(self, layout: Layout, names: Sequence[str]) -> list[Port]:
         ports = [
-            Port(at["position_ids"], layout.position_ids, ov.Type.i64),
-            Port(at["past_lens"], layout.past_lens, ov.Type.i32),
-            Port(at["subsequence_begins"], layout.subsequence_begins, ov.Type.i32),
-            Port(at["block_indices"], layout.block_indices, ov.Type.i32),
-            Port(at["block_indices_begins"], layout.block_indices_begins, ov.Type.i32),
-            Port(at["max_context_len"], layout.max_context_len, ov.Type.i32),
+            Port(self._inputs[name], getattr(layout, name), element_type) for name, element_type in _LAYOUT_TYPES.items() if name in names
         ]
-        if self._stage.is_first:
-            ports.append(Port(at["input_ids"], layout.tokens, ov.Type.i64))
-        if self._stage.is_last:
+        if self._stage.is_first and "tokens" in names:
+            ports.append(Port(self._inputs["input_ids"], layout.tokens, ov.Type.i64))
+        if self._stage.is_last and "sampled_rows" in names:
             # An inference cannot have no row: without one to sample, row 0 stands in and is not returned.
             rows = layout.sampled_rows if len(layout.sampled_rows) else _ROW_0
-            ports.append(Port(at[SAMPLED_ROWS], rows, ov.Type.i32))
+            ports.append(Port(self._inputs[SAMPLED_ROWS], rows, ov.Type.i32))
         return ports
 
     def close(self) -> None:
-        self._layout = None
+        self._layout = self._hidden = None
         self._request = self._compiled = None
         self._caches = {}
+
+
+def _laid_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable], old: Layout | None) -> tuple[Layout, Sequence[str]]:
+    """The layout of a batch, where the request reads the old one if it may, and the names of what it has to be given anew."""
+    layout = lay_out(slices, tables)
+    return (layout, ARRAYS) if old is None else layout.over(old)
+
+
+_LAYOUT_TYPES: dict[str, Any] = {
+    "position_ids": ov.Type.i64,
+    "past_lens": ov.Type.i32,
+    "subsequence_begins": ov.Type.i32,
+    "block_indices": ov.Type.i32,
+    "block_indices_begins": ov.Type.i32,
+    "max_context_len": ov.Type.i32,
+}
+"""Inputs that every stage has, named as the arrays of a layout are."""
 
 
 def _compile(stage: StageModel) -> Any:
@@ -184,7 +209,7 @@ def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, tu
     caches = {
         idx: (np.zeros([num_blocks, *dims], dtype=_STORAGE[element_type.size]), element_type) for idx, (element_type, dims) in ports.items()
     }
-    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes), caches
+    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes, window=stage.widest_window), caches
 
 
 _STORAGE: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.float32}

@@ -149,11 +149,15 @@ class StatefulRunner:
         return self._capacity
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return None
+
+    @property
     def kv_used_tokens(self) -> int:
         return sum(stream.slot_map.num_reserved for stream in self._streams.values())
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
-        del prompt  # streams share nothing here
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
+        del prompt, shares_generated  # streams share nothing here
         assert key not in self._streams, f"{key} is open already"
         free = self._capacity - self.kv_used_tokens
         if num_tokens > free:
