@@ -262,6 +262,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return len(self.stages)
 
     @property
+    def best_runner(self) -> str:
+        """The engine to take where nobody asks for another: paged where the graphs allow it."""
+        return "paged" if "paged" in self.runners else self.runners[0]
+
+    @property
     def computed_fingerprint(self) -> Fingerprint:
         unsealed = msgspec.structs.replace(self, fingerprint="") if self.fingerprint else self
         canonical = msgspec.json.encode(unsealed, order="deterministic")

@@ -53,8 +53,8 @@ class LocalFleet:
         Args:
             bundle: folder of the bundle.
             num_threads: inference threads of each worker; None shares the cores among the stages.
-            runner: `paged` or `stateful`; None is the worker's default, as for the next ones.
-            numerics: `fast` or `exact`.
+            runner: `paged` or `stateful`; None is the best that the bundle's graphs can run on.
+            numerics: `fast` or `exact`; None is the worker's default, as for the next ones.
             kv_memory: KV memory of each stage, with a unit: `1GiB`.
             kv_precision: type of the KV: `f16`, `f32` or `u8`.
             prefix_cache: whether prompts that begin alike share the KV of their beginning.
@@ -66,11 +66,16 @@ class LocalFleet:
             WorkerUnreachableError: a worker was not ready in time.
             FleetError: a worker ended before it was ready; a class of its own when the worker said why.
         """
-        num_stages = load_manifest(bundle).num_stages
+        manifest = load_manifest(bundle)
+        num_stages = manifest.num_stages
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
-        values = {"threads": num_threads or max(1, _num_cores() // num_stages), "runner": runner, "numerics": numerics}
+        values = {
+            "threads": num_threads or max(1, _num_cores() // num_stages),
+            "runner": runner or manifest.best_runner,
+            "numerics": numerics,
+        }
         self._options = _options(values | {"kv-memory": kv_memory, "kv-precision": kv_precision, "prefix-cache": prefix_cache})
         self._start_timeout_s = start_timeout_s
         self._lock = threading.RLock()
