@@ -71,12 +71,16 @@ class LocalFleet:
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
-        values = {
-            "threads": num_threads or max(1, _num_cores() // num_stages),
-            "runner": runner or manifest.best_runner,
-            "numerics": numerics,
-        }
-        self._options = _options(values | {"kv-memory": kv_memory, "kv-precision": kv_precision, "prefix-cache": prefix_cache})
+        self._options = _options(
+            {
+                "threads": num_threads or max(1, _num_cores() // num_stages),
+                "runner": runner or manifest.best_runner,
+                "numerics": numerics,
+                "kv-memory": kv_memory,
+                "kv-precision": kv_precision,
+                "prefix-cache": prefix_cache,
+            }
+        )
         self._start_timeout_s = start_timeout_s
         self._lock = threading.RLock()
         self._processes: list[_WorkerProcess] = []
