@@ -183,7 +183,7 @@ class Stream:
         self._check(sampled, num_expected)
         if not num_expected:
             return None
-        forced = unpack_tokens(result.forced) if result is not None else []
+        forced = unpack_tokens(result.forced) if result is not None and result.forced else []
         self._check_ids(forced)
         new = self._accept(sampled)
         self._forced = tuple(forced)
