@@ -244,6 +244,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     timings: tuple[StageTiming, ...] = ()
     """One entry for each stage passed so far."""
 
+    @property
+    def num_tokens(self) -> int:
+        return sum([piece.num_tokens for piece in self.slices])
+
 
 class MicroBatch(_Message, frozen=True, kw_only=True, tag="batch"):
     """Client -> first stage, and stage -> next stage: steps that run as one inference.
