@@ -66,11 +66,12 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option(
     "--prefix-cache/--no-prefix-cache",
     default=None,
-    help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where it changes no"
-    " token: paged, but not u8]",
+    help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where that is exact:"
+    " paged but for u8, stateful under exact]",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
+@click.option("--allow-logits", is_flag=True, help="Let clients ask for whole logits, to compare with others. Not for production.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without any protection.")
 @click.option("--exit-with-parent", is_flag=True, hidden=True, help="Stop when standard input ends.")
 def command(
@@ -87,6 +88,7 @@ def command(
     prefix_cache: bool | None,
     threads: int | None,
     log_format: str,
+    allow_logits: bool,
     insecure: bool,
     exit_with_parent: bool,
 ) -> None:
@@ -114,6 +116,7 @@ def command(
             listen=listen,
             settings=settings,
             is_insecure=insecure,
+            allows_logits=allow_logits,
             exits_with_parent=exit_with_parent,
         )
         serve(options, report)

@@ -44,6 +44,8 @@ class Options:
     drafts: bool = False
     """Whether it serves the bundle's draft model too, or alone when there are no stages."""
     is_insecure: bool = False
+    allows_logits: bool = False
+    """Clients may ask for whole logits, to compare them with others'."""
     exits_with_parent: bool = False
 
 
@@ -57,6 +59,7 @@ def serve(options: Options, report: Report) -> None:
         if options.exits_with_parent:
             switch.watch_parent()
         _check_exposure(options, report)
+        _warn_of_sharing(options.settings, report)
         manifest = load_manifest(options.bundle)
         stages = check_stages(options.stages, manifest)
         draft = check_draft(manifest, options.bundle) if options.drafts else None
@@ -77,7 +80,7 @@ def serve(options: Options, report: Report) -> None:
             stack.callback(engine.runner.close)
         if grammars is not None:
             grammars.wait()
-        identity = identify(manifest, runners, engine.runner if engine else None)
+        identity = identify(manifest, runners, engine.runner if engine else None, allows_logits=options.allows_logits)
         worker = Worker(identity)
         server = Server(hub=hub, worker=worker, runners=runners, sampler=Head(grammars), bundle=options.bundle, draft=engine)
         switch.attach(server)
@@ -128,6 +131,14 @@ def _check_exposure(options: Options, report: Report) -> None:
     report.warn(f"--insecure: {meaning}")
 
 
+def _warn_of_sharing(settings: Settings, report: Report) -> None:
+    if settings.has_prefix_cache and not settings.is_sharing_exact:
+        why = (
+            "u8 keys of a block share scales" if settings.kv_precision == "u8" else "the stateful runner's KV depends on chunks under fast"
+        )
+        report.warn(f"--prefix-cache is not exact here, as {why}: a prompt that others shared may get another text than one computed anew")
+
+
 def listen(hub: Hub, address: str) -> str:
     """Bind, and name the process that has the port when it is taken.
 
@@ -162,7 +173,9 @@ def _verify(bundle: Path, manifest: Manifest, stages: tuple[int, ...], draft: Dr
         verify_files(bundle, files, lambda num_bytes: progress.advance(progress.task_ids[0], num_bytes))
 
 
-def identify(manifest: Manifest, runners: dict[int, Runner], draft_runner: Runner | None = None) -> Identity:
+def identify(
+    manifest: Manifest, runners: dict[int, Runner], draft_runner: Runner | None = None, *, allows_logits: bool = False
+) -> Identity:
     """What the worker says about itself, now that its engines are warm; `draft_runner` where it drafts."""
     offers = tuple(
         StageOffer(
@@ -172,6 +185,7 @@ def identify(manifest: Manifest, runners: dict[int, Runner], draft_runner: Runne
             num_bytes=manifest.stages[stage_idx].num_bytes,
             kv_capacity_tokens=runner.kv_capacity_tokens,
             is_resumable=runner.is_rewind_exact,
+            allows_logits=allows_logits and stage_idx == manifest.num_stages - 1,
             kv_stream_tokens=runner.kv_stream_tokens,
         )
         for stage_idx, runner in runners.items()

@@ -162,8 +162,8 @@ class Server:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Reply(link=link, message=message):
-                    self._hub.send(link, message)
+                case Reply(link=link, message=message, tensor=tensor):
+                    self._hub.send(link, message, tensor)
                 case Forward(link=link, message=message, hidden=hidden):
                     if not self._hub.send(link, message, hidden):
                         self._carry_out(self._worker.not_sent(instruction))
@@ -198,7 +198,7 @@ class Server:
             output = self._runners[run.stage_idx].run(run.slices, run.hidden)
             if self._worker.stage(run.stage_idx).shape.is_last:
                 results = self._sampler.sample(cast(Logits, output), run.slices)
-                return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
+                return self._worker.sampled(run, results, output, started_s=started_s, ended_s=self._clock())
             _check_finite(output, run)
         except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)

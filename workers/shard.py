@@ -44,7 +44,7 @@ class Settings:
     kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES
     """KV memory of each stage, and of the draft."""
     prefix_cache: bool | None = None
-    """Whether prompts that begin alike share the KV of their beginning; None: where that changes no bit, which is paged KV but for u8."""
+    """Whether prompts that begin alike share the KV of their beginning; None: where that is exact."""
     cache_dir: Path | None = None
     """Where compiled models are kept between starts; None: nowhere."""
 
@@ -57,14 +57,18 @@ class Settings:
             raise InvalidOptionError(f"threads={self.threads} is out of range; valid: 1 or more")
         if self.kv_memory_bytes < 1:
             raise InvalidOptionError(f"kv_memory_bytes={self.kv_memory_bytes} is out of range; valid: 1 or more")
-        if self.prefix_cache and self.runner != "paged":
-            raise InvalidOptionError(f"the {self.runner} runner has no prefix cache: leave --prefix-cache out, or use --runner paged")
+
+    @property
+    def is_sharing_exact(self) -> bool:
+        """Whether a prompt that begins on shared KV says what it says without."""
+        # The keys of a u8 block share scales, so its bits depend on the chunks that filled it. So do those of the stateful runner under
+        # `fast`, and a shared beginning is a chunk.
+        return self.kv_precision != "u8" and (self.runner == "paged" or self.numerics == "exact")
 
     @property
     def has_prefix_cache(self) -> bool:
         """What `prefix_cache` comes to."""
-        # The keys of a u8 block share scales, so its bits depend on the chunks that filled it.
-        return self.runner == "paged" and self.kv_precision != "u8" if self.prefix_cache is None else self.prefix_cache
+        return self.is_sharing_exact if self.prefix_cache is None else self.prefix_cache
 
 
 def _check_one_of(name: str, value: str, valid: tuple[str, ...]) -> None:

@@ -101,6 +101,7 @@ class Worker:
                     vocab_size=manifest.vocab_size,
                     hidden_size=manifest.hidden_size,
                     boundary=identity.numerics.boundary,
+                    allows_logits=offer.allows_logits,
                 ),
                 token_budget=token_budget,
             )
@@ -326,9 +327,9 @@ class Worker:
         """A stage before the last one computed `run`; `hidden` is [tokens of the run, hidden]."""
         return self._steps.computed(run, hidden, started_s=started_s, ended_s=ended_s)
 
-    def sampled(self, run: Run, results: Sequence[SliceResult], *, started_s: float, ended_s: float) -> list[Instruction]:
-        """The last stage computed `run`; `results` has one entry a slice, in order."""
-        return self._steps.sampled(run, results, started_s=started_s, ended_s=ended_s)
+    def sampled(self, run: Run, results: Sequence[SliceResult], logits: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
+        """The last stage computed `run`; `results` has one entry a slice, in order, and `logits` the rows that were sampled."""
+        return self._steps.sampled(run, results, logits, started_s=started_s, ended_s=ended_s)
 
     def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
         """The engine failed on `run`."""

@@ -61,6 +61,8 @@ class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
     """KV positions the stage can hold, over all streams."""
     is_resumable: bool = True
     """Whether rejected positions can be rewound exactly under this worker's numerics class."""
+    allows_logits: bool = False
+    """Whether slices may ask for their logits: the last stage of a worker that was started for comparison."""
     kv_stream_tokens: int | None = None
     """Most KV positions that one stream takes of the capacity, however long it is, where every layer has a window; None: as many as it
     has positions."""
@@ -142,6 +144,8 @@ class Fetched(_Message, frozen=True, kw_only=True, tag="fetched"):
 
 
 FETCH_CHUNK_BYTES = 128 << 10
+MAX_LOGITS_BYTES = 16 << 20
+"""Of all slices of a step together."""
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
@@ -213,6 +217,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kind: SliceKind
     num_sampled: int
     """How many trailing positions the last stage samples a next token for."""
+    returns_logits: bool = False
+    """Whether the last stage answers with the logits of those positions as well. For comparison only: a worker refuses unless it was
+    started for that."""
 
     @property
     def num_tokens(self) -> int:
@@ -237,6 +244,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     timings: tuple[StageTiming, ...] = ()
     """One entry for each stage passed so far."""
 
+    @property
+    def num_tokens(self) -> int:
+        return sum([piece.num_tokens for piece in self.slices])
+
 
 class MicroBatch(_Message, frozen=True, kw_only=True, tag="batch"):
     """Client -> first stage, and stage -> next stage: steps that run as one inference.
@@ -260,6 +271,13 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     """Token ids that the stream's grammar leaves no choice about, after those that count: the best of drafts for the next step."""
 
 
+class StepLogits(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The tensor beside a StepResult: the logits of the slices that asked for them, [positions, vocab] float32, stream after stream."""
+
+    streams: tuple[StreamId, ...]
+    tensor: TensorSpec
+
+
 class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
     """Last stage -> client: what a step came to. Slices that failed on the way are missing here and named in a `StepFailed`."""
 
@@ -267,6 +285,8 @@ class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
     step_id: StepId
     results: tuple[SliceResult, ...]
     timings: tuple[StageTiming, ...]
+    logits: StepLogits | None = None
+    """What the tensor beside it holds, for those who asked. Nearly always none."""
 
 
 class StreamFailure(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ class ChainStage:
     kv_capacity_tokens: int
     is_resumable: bool
     numerics: Numerics
+    allows_logits: bool = False
     kv_stream_tokens: int | None = None
     """Most KV positions of one stream, however long it is; None: as many as it has."""
 
@@ -178,6 +179,7 @@ def _stages(welcomes: Mapping[str, Welcome]) -> tuple[ChainStage, ...]:
                 kv_capacity_tokens=offer.kv_capacity_tokens,
                 is_resumable=offer.is_resumable,
                 numerics=welcome.numerics,
+                allows_logits=offer.allows_logits,
                 kv_stream_tokens=offer.kv_stream_tokens,
             )
             if (other := found.setdefault(offer.stage_idx, stage)) is not stage:

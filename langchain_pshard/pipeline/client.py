@@ -8,10 +8,14 @@ import operator
 import queue
 import secrets
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 from langchain_pshard.core.bundle import Manifest
 from langchain_pshard.core.errors import CapacityError, ContextOverflowError, InvalidOptionError, PShardError, WorkerUnreachableError
@@ -26,6 +30,7 @@ from langchain_pshard.pipeline.ngram import NgramDrafter
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.reactor import Reactor
 from langchain_pshard.pipeline.requests import Reply
+from langchain_pshard.pipeline.scoring import gather_logits
 from langchain_pshard.pipeline.session import Session
 from langchain_pshard.pipeline.speculation import Drafter, begin
 from langchain_pshard.pipeline.store import default_cache_dir, model_files
@@ -41,6 +46,7 @@ _PROBE_TIMEOUT_S = 0.5
 _log = logging.getLogger(__name__)
 _DEFAULT_PARAMS = GenerationParams()
 _DEFAULT_OPTIONS = ClientOptions()
+_LOGITS_PARAMS = GenerationParams(max_tokens=1, ignore_eos=True, prefix_cache=False, draft=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,7 @@ class PipelineClient:
         self._addresses = addresses
         self._reactor = reactor
         self._has_told_inexact = False
+        self._logits_lock = threading.Lock()  # so that a step never asks for more logits than a stage allows
         self._close = weakref.finalize(self, reactor.close)
 
     @classmethod
@@ -172,6 +179,25 @@ class PipelineClient:
     ) -> Generation:
         """`agenerate`, joined."""
         return joined([chunk async for chunk in self.agenerate(prompt, params, drafter=drafter)])
+
+    def logits(self, prompt: str | Sequence[int]) -> npt.NDArray[np.float32]:
+        """What the model says after every token of the prompt, [tokens, vocab], to compare it with another implementation.
+
+        Not for production: a vocabulary of floats travels for every token, where `generate` needs four bytes. Workers refuse it unless
+        that of the last stage was started with --allow-logits. One call at a time; others wait.
+
+        Raises:
+            InvalidOptionError: the fleet does not allow it, or as `generate`.
+            ContextOverflowError, CapacityError, FleetError: as `generate`.
+        """
+        last = self.chain.stages[-1]
+        if not last.allows_logits:
+            raise InvalidOptionError(
+                f"the worker of the last stage at {last.address} returns no logits: start it with --allow-logits, for comparison only"
+            )
+        make_request = self._request(prompt, _LOGITS_PARAMS, None)
+        with self._logits_lock:
+            return gather_logits(self._reactor, make_request)
 
     def status(self) -> FleetStatus:
         """Ask every worker how it is; waits at most `STATUS_TIMEOUT_S`.

@@ -132,7 +132,7 @@ class Reactor:
         now = time.monotonic()
         if isinstance(event, Lost):
             return self._session.on_lost(address, now)
-        return self._session.on_message(address, event.message, now)
+        return self._session.on_message(address, event.message, now, event.tensor)
 
     def _tick(self) -> None:
         now = time.monotonic()

@@ -14,6 +14,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import (
     CapacityError,
     ClosedError,
@@ -151,13 +152,13 @@ class Session:
 
     # --- events ------------------------------------------------------------------------------------------------------
 
-    def on_message(self, address: str, message: Message, now: float) -> list[Instruction]:
-        """A worker said something."""
+    def on_message(self, address: str, message: Message, now: float, tensor: Tensor | None = None) -> list[Instruction]:
+        """A worker said something; `tensor` came beside the message."""
         out = self._membership.on_message(address, message, now)
         delivers: list[Instruction] = []
         match message:
             case StepResult(epoch=epoch) if epoch == self._membership.epoch:
-                ended, delivers = self._on_result(message, now)
+                ended, delivers = self._on_result(message, tensor, now)
                 out += ended
             case StepFailed(epoch=epoch) if epoch == self._membership.epoch:
                 delivers = self._on_failed(address, message)
@@ -257,11 +258,12 @@ class Session:
                 out.append(Send(self.chain.first.address, MicroBatch(stage_idx=0, steps=(step,))))
         return out
 
-    def _on_result(self, message: StepResult, now: float) -> tuple[list[Instruction], list[Instruction]]:
+    def _on_result(self, message: StepResult, tensor: Tensor | None, now: float) -> tuple[list[Instruction], list[Instruction]]:
         landing = self._turns.landed(message.step_id, message.timings, now)
         if landing is None:
             return [], []  # a repeated answer
         results: dict[StreamId, SliceResult] = {result.stream: result for result in message.results}
+        logits = _logits_by_stream(message, tensor) if tensor is not None else {}
         delivers: list[Instruction] = []
         ended: list[tuple[Stream, PShardError | None]] = []
         for stream in [self._streams[stream_id] for stream_id in landing.streams]:
@@ -269,7 +271,7 @@ class Session:
             if result is None and stream.num_awaited:
                 continue  # it failed on the way: its StepFailed comes over another link, or its step times out
             try:
-                delivery = stream.apply(result, message.timings, landing.way_ms, now)
+                delivery = stream.apply(result, message.timings, landing.way_ms, now, logits.get(stream.id))
             except PShardError as error:
                 ended.append((stream, error))
                 continue
@@ -389,3 +391,15 @@ class Session:
 
     def _new_request(self) -> RequestId:
         return RequestId(next(self._request_ids))
+
+
+def _logits_by_stream(message: StepResult, tensor: Tensor) -> dict[StreamId, Tensor]:
+    """The rows of each stream that asked, as many as it has tokens; a stream whose rows are missing will say so."""
+    num_rows = {result.stream: len(result.tokens) // 4 for result in message.results}
+    found: dict[StreamId, Tensor] = {}
+    begin = 0
+    for stream in message.logits.streams if message.logits is not None else ():
+        end = begin + num_rows.get(stream, 0)
+        found[stream] = tensor[begin:end]
+        begin = end
+    return found

@@ -9,14 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from langchain_pshard.core.codec import pack_tokens, unpack_tokens
+from langchain_pshard.core.codec import Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
+from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.account import Account
 from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer
@@ -31,6 +32,7 @@ class Delivery(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None
     stats: GenerationStats
     finish_reason: FinishReason | None
+    logits: Tensor | None = None  # [positions of a chunk, vocab], for who asked
 
 
 MAX_SHARED_TOKENS = 128 << 10
@@ -63,11 +65,18 @@ class StreamRequest:
     """Whether the beginning of the prompt may be shared with other streams; `all`: generated text too."""
     grammar: Grammar | None = None
     """What the generated text must conform to."""
+    returns_logits: bool = False
+    """Deliver the logits of every position of the prompt, chunk by chunk; `max_tokens` is 1 then, and nothing cached."""
 
     @property
     def num_positions(self) -> int:
         """KV positions to set aside. Drafts need none of their own: they never reach beyond `max_tokens`."""
         return len(self.prompt) + self.max_tokens
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Most tokens of the prompt in one slice."""
+        return max(3, MAX_LOGITS_BYTES // (4 * self.vocab_size)) if self.returns_logits else len(self.prompt)
 
 
 class Stream:
@@ -86,6 +95,7 @@ class Stream:
         self.last_step: StepId = StepId(0)
         self._asked_at: float | None = None
         self._acceptance = Acceptance()
+        self._chunks: deque[int] = deque()  # positions that the prompt chunks in flight sample
         self._num_told = 0  # tokens that the drafter knows
         self._guess: tuple[int, ...] = ()
         self._guess_ahead: tuple[int, ...] = ()
@@ -142,12 +152,15 @@ class Stream:
         start = self.num_prompt_sent
         self.num_prompt_sent = start + num_tokens
         self._sent(step, now)
+        num_sampled = num_tokens if self.request.returns_logits else int(self.num_prompt_left == 0)
+        self._chunks.append(num_sampled)
         return Slice(
             stream=self.id,
             start=start,
             tokens=pack_tokens(self.request.prompt[start : start + num_tokens]),
             kind=SliceKind.PREFILL,
-            num_sampled=1 if self.num_prompt_left == 0 else 0,
+            num_sampled=num_sampled,
+            returns_logits=self.request.returns_logits,
         )
 
     def gains(self, num_drafts: int) -> list[float]:
@@ -201,7 +214,9 @@ class Stream:
             num_sampled=1 + len(self._drafts),
         )
 
-    def apply(self, result: SliceResult | None, timings: Sequence[StageTiming], way_ms: float, now: float) -> Delivery | None:
+    def apply(
+        self, result: SliceResult | None, timings: Sequence[StageTiming], way_ms: float, now: float, logits: Tensor | None = None
+    ) -> Delivery | None:
         """Take the answer to the oldest slice in flight; None for a prompt chunk that samples nothing.
 
         Args:
@@ -209,11 +224,14 @@ class Stream:
             timings: of the step that carried it, by stage.
             way_ms: time of the step outside the stages.
             now: the time.
+            logits: [tokens of the answer, vocab], for a stream that asked for them.
 
         Raises:
             ProtocolError: the answer has another number of tokens than was asked for, or an id out of the vocabulary.
         """
         num_expected = self.num_awaited
+        if self._chunks:
+            self._chunks.popleft()
         self.num_in_flight -= 1
         self.waiting_since = now
         self._account.answered(timings, way_ms)
@@ -221,14 +239,19 @@ class Stream:
         self._check(sampled, num_expected)
         if not num_expected:
             return None
-        forced = unpack_tokens(result.forced) if result is not None else []
+        if self.request.returns_logits:
+            self._check_logits(logits, num_expected)
+            if self.num_prompt_left or self.num_in_flight:
+                return Delivery((), None, self._account.stats(), None, logits)
+            sampled = sampled[-1:]
+        forced = unpack_tokens(result.forced) if result is not None and result.forced else []
         self._check_ids(forced)
         new = self._accept(sampled)
         self._forced = tuple(forced)
         finish_reason = self._finish_reason(new)
         self._account.generated(len(new), now)
         logprobs = result.logprobs[: len(new)] if result is not None and result.logprobs is not None else None
-        return Delivery(tuple(new), logprobs, self._account.stats(), finish_reason)
+        return Delivery(tuple(new), logprobs, self._account.stats(), finish_reason, logits)
 
     def _accept(self, sampled: list[int]) -> list[int]:
         """The new tokens, up to an end token (included) or `max_tokens`; and what they say about the guess."""
@@ -259,7 +282,7 @@ class Stream:
         """Tokens that the oldest slice in flight samples: only the prompt's last chunk and rows sample any."""
         if self.is_decoding:
             return 1 + len(self._drafts)
-        return 1 if self.num_prompt_left == 0 and self.num_in_flight == 1 else 0
+        return self._chunks[0] if self._chunks else 0
 
     def _sent(self, step: StepId, now: float) -> None:
         if not self.num_in_flight:
@@ -272,6 +295,12 @@ class Stream:
         if len(sampled) != num_expected:
             raise ProtocolError(f"the last stage answered {len(sampled)} tokens where {num_expected} were asked for")
         self._check_ids(sampled)
+
+    def _check_logits(self, logits: Tensor | None, num_positions: int) -> None:
+        wanted = (num_positions, self.request.vocab_size)
+        if logits is None or logits.shape != wanted:
+            found = "none" if logits is None else list(logits.shape)
+            raise ProtocolError(f"the last stage answered logits {found} where {list(wanted)} were asked for")
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         for token in tokens:

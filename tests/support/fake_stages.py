@@ -101,10 +101,18 @@ def make_identity(
     tokenizer_files: tuple[FileEntry, ...] = (),
     has_draft: bool = False,
     drafts: bool = False,
+    allows_logits: bool = False,
 ) -> Identity:
     """A worker that serves the stages `served` of a model of `num_stages`; the bundle may have a draft model, and the worker serve it."""
     offers = (
-        StageOffer(stage_idx=idx, num_stages=num_stages, span=LayerSpan(idx, idx + 1), num_bytes=0, kv_capacity_tokens=capacity)
+        StageOffer(
+            stage_idx=idx,
+            num_stages=num_stages,
+            span=LayerSpan(idx, idx + 1),
+            num_bytes=0,
+            kv_capacity_tokens=capacity,
+            allows_logits=allows_logits,
+        )
         for idx in served
     )
     return Identity(

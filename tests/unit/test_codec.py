@@ -24,6 +24,7 @@ from langchain_pshard.core.messages import (
     StageTiming,
     Step,
     StepId,
+    StepLogits,
     StepResult,
     StreamId,
     TensorSpec,
@@ -76,6 +77,19 @@ def test_tensor_travels_untouched_and_uncopied(dtype: type[np.generic], wire: DT
     assert tensor.dtype == dtype
     np.testing.assert_array_equal(tensor, hidden)
     assert np.shares_memory(tensor, hidden)
+
+
+def test_logits_travel_beside_a_result() -> None:
+    logits = np.arange(8, dtype=np.float32).reshape(2, 4)
+    held = StepLogits(streams=(StreamId(3),), tensor=tensor_spec(logits))
+    result = StepResult(
+        epoch=Epoch(1), step_id=StepId(4), results=(SliceResult(StreamId(3), pack_tokens([1, 2])),), timings=(), logits=held
+    )
+    message, tensor = decode(encode(result, logits))
+    assert message == result
+    np.testing.assert_array_equal(tensor, logits)
+    with pytest.raises(ProtocolError, match="header announces a tensor"):
+        decode(encode(result))
 
 
 def test_reply_of_one_token_takes_at_most_48_bytes() -> None:
