@@ -91,20 +91,24 @@ class _Talk:
         self.ask = _Ask(num_tokens, 0, num_tokens, now, now)
         return asks
 
-    def next_ask(self, choose: Callable[[_Talk], int], guess_ms: Callable[[int], float] | None, now: float) -> DraftAsk | None:
-        """What to ask for the stream's next turn; None when it is better not to.
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be decided how many tokens to ask for; once for each text."""
+        stream, now = self.stream, self._num_positions_now
+        is_idle = self.has_begun and not self.is_off and self.ask is None
+        return is_idle and now != self._decided_at and stream.is_ready and not stream.has_guess
+
+    def decide(self, num_drafts: int, guess_ms: Callable[[int], float] | None, now: float) -> DraftAsk | None:
+        """What to ask for the stream's next turn.
 
         Args:
-            choose: how many tokens to ask for.
-            guess_ms: expected time of a guess of so many tokens; None when that is not known yet.
+            num_drafts: how many tokens, where there is room; 0: nothing.
+            guess_ms: expected time of a guess of so many; None when that is not known yet.
             now: the time.
         """
-        end = self._num_positions_now
-        if self.ask is not None or self._decided_at == end or self.stream.has_guess or not self.stream.is_ready:
-            return None
-        self._decided_at = end
+        end = self._decided_at = self._num_positions_now
         # The draft model has to hold the text, and all guesses but the last.
-        num_drafts = min(choose(self), self.stream.num_drafts_left, self.num_positions - end + 1)
+        num_drafts = min(num_drafts, self.stream.num_drafts_left, self.num_positions - end + 1)
         if num_drafts < 1 or end > self.num_positions:
             return None
         start = self._num_held(end)
@@ -207,21 +211,29 @@ class ModelDrafts:
             step_ms: what a step takes in which a stream has so many rows.
             now: the time.
         """
-        prompts: list[tuple[DraftAsk, ...]] = []
-        asks: list[DraftAsk] = []
+        messages: list[tuple[DraftAsk, ...]] = []
+        for talk in self._talks.values():
+            if not (talk.has_begun or talk.is_off):
+                messages += [(ask,) for ask in talk.begin(now)]
+        due = [talk for talk in self._talks.values() if talk.is_due]
+        if not due:
+            return messages
         guess_ms = self._costs.at if self._num_observed else None
 
-        def choose(talk: _Talk) -> int:
-            return self._num_wanted(talk, lambda gains: num_to_ask(gains, step_ms=step_ms, guess_ms=guess_ms or _free))
+        def best(gains: Sequence[float]) -> int:
+            return num_to_ask(gains, step_ms=step_ms, guess_ms=guess_ms or _free)
 
-        for talk in self._talks.values():
-            if talk.is_off:
-                continue
-            if not talk.has_begun:
-                prompts += [(ask,) for ask in talk.begin(now)]
-            elif (ask := talk.next_ask(choose, guess_ms, now)) is not None:
+        wanted = [self._num_wanted(talk, best) for talk in due]
+        # Those who ask together ask for the same number: so the answers come together, and the streams go on in one step. Which guesses
+        # ride is decided then.
+        most = max((count for talk, count in zip(due, wanted, strict=True) if talk.stream.request.num_drafts is None), default=0)
+        asks = []
+        for talk, count in zip(due, wanted, strict=True):
+            is_free = talk.stream.request.num_drafts is None
+            ask = talk.decide(most if is_free and count else count, guess_ms, now)
+            if ask is not None:
                 asks.append(ask)
-        return [*prompts, tuple(asks)] if asks else prompts
+        return [*messages, tuple(asks)] if asks else messages
 
     def _num_wanted(self, talk: _Talk, best: Callable[[Sequence[float]], int]) -> int:
         """How many tokens a stream asks for; `best` of drafts with these gains pay."""

@@ -66,7 +66,7 @@ class Talking:
     def answer(self, num_positions: int, tokens: Sequence[int], after_s: float = 0.0) -> list[Instruction]:
         self.now += after_s
         return self.drafts.on_drafted(
-            Drafted(epoch=Epoch(1), results=(DraftResult(StreamId(1), num_positions, pack_tokens(tokens)),)), self.now
+            Drafted(epoch=Epoch(1), results=(DraftResult(self.stream.id, num_positions, pack_tokens(tokens)),)), self.now
         )
 
     def begin(self) -> None:
@@ -75,10 +75,13 @@ class Talking:
         assert ask is not None
         assert (ask.start, ask.kind, ask.num_drafts) == (0, SliceKind.PREFILL, 0)
         assert not self.stream.awaits_guess
+        self.first_token()
+        self.answer(len(self.stream.request.prompt), [])
+
+    def first_token(self) -> None:
         self._step += 1
         self.stream.next_chunk(len(self.stream.request.prompt), StepId(self._step), self.now)
         self.stream.apply(SliceResult(StreamId(1), pack_tokens([self.right()])), (), 0.0, self.now)
-        self.answer(len(self.stream.request.prompt), [])
 
     def right(self) -> int:
         return fake_next([*self.stream.request.prompt, *self.stream.tokens])
@@ -267,6 +270,25 @@ def test_the_number_that_gives_most_tokens_per_second() -> None:
     assert num_to_ask([1.0] * 4, step_ms=step_ms, guess_ms=lambda count: 15.0 + count) == 4
     assert num_to_ask([1.0], step_ms=step_ms, guess_ms=lambda count: 15.0 + count) == 0
     assert num_to_ask([0.5, 0.25, 0.1, 0.01], step_ms=step_ms, guess_ms=lambda count: 2.0 * count) == 1
+
+
+def test_streams_that_ask_together_ask_for_the_same_number() -> None:
+    """So their answers come together, and they go on in one step."""
+    good, bad = Talking(), Talking()
+    bad.stream.id = StreamId(2)
+    bad.drafts = good.drafts
+    good.drafts.add(bad.stream)
+    assert len(good.drafts.asks(lambda _: 1.0, 0.0)) == 2  # both prompts
+    for talk in (good, bad):
+        talk.first_token()
+        talk.answer(3, [])
+    for _ in range(40):
+        good.stream._acceptance.observe(6, 6)
+        bad.stream._acceptance.observe(2, 3)
+    [asks] = good.drafts.asks(lambda rows: 9.0 + 2 * rows, 0.0)
+    numbers = [ask.num_drafts for ask in asks]
+    assert [ask.stream for ask in asks] == [1, 2]
+    assert numbers[0] == numbers[1] > 3
 
 
 @pytest.mark.parametrize(("is_right", "guess_ms", "pays"), [(True, 1.0, True), (False, 1.0, False), (True, 30.0, False)])
