@@ -42,7 +42,7 @@ class CallOptions(BaseModel):
     """Decides the draws; None takes a new one for each call and reports it in `response_metadata["seed"]`."""
     draft: Draft = "auto"
     """What guesses tokens ahead for the model to verify; changes the speed, never the text. "ngram" looks the text up in itself, "auto"
-    does so where the fleet verifies exactly, None is off."""
+    does so where the fleet verifies exactly, "model" asks the fleet's draft model, None is off."""
     draft_tokens: int | Literal["auto"] = "auto"
     """Guesses per step; "auto" sends as many as pay."""
     stop: list[str] | None = None

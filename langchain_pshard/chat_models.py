@@ -132,6 +132,7 @@ class ChatPShard(CallOptions, BaseChatModel):
             kv_memory=self.kv_memory,
             kv_precision=self.kv_precision,
             num_threads=self.threads,
+            drafts=self.bundle is not None and self.draft == "model",
         )
 
     def _connect(self) -> Connection:
@@ -337,9 +338,8 @@ class ChatPShard(CallOptions, BaseChatModel):
 
     def _fingerprint(self) -> str | None:
         """What tells models apart: the bundle's fingerprint, or None as long as running workers were not asked."""
-        if connection := self._share.peek():
-            return str(connection.client.manifest.fingerprint)
-        manifest = self._manifest()
+        connection = self._share.peek()
+        manifest = connection.client.manifest if connection else self._manifest()
         return None if manifest is None else str(manifest.fingerprint)
 
     def _manifest(self) -> Manifest | None:

@@ -44,13 +44,18 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     epilog="`pshard-worker measure --help`: this machine's part of a fleet file. A bundle called measure is ./measure.",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--stage", "stages", type=int, multiple=True, required=True, metavar="I", help="Stage to serve; repeat it for several.")
+@click.option("--stage", "stages", type=int, multiple=True, metavar="I", help="Stage to serve; repeat it for several.")
+@click.option("--draft", is_flag=True, help="Serve the bundle's draft model, which guesses tokens ahead: beside stages, or alone.")
 @click.option("--listen", default="tcp://127.0.0.1:0", help="Address to serve at; port 0 takes a free one.")
 @click.option("--device", default="CPU", help="OpenVINO device.")
 @click.option("--runner", type=click.Choice(["paged", "stateful"]), default="paged", help="Engine; paged batches any number of streams.")
 @click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="fast quantizes activations, exact nothing.")
 @click.option(
-    "--kv-memory", metavar="SIZE", default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB", callback=_as_bytes, help="KV memory of each stage."
+    "--kv-memory",
+    metavar="SIZE",
+    default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB",
+    callback=_as_bytes,
+    help="KV memory of each stage, and of the draft.",
 )
 @click.option(
     "--kv-precision",
@@ -73,6 +78,7 @@ def command(
     *,
     bundle: Path,
     stages: tuple[int, ...],
+    draft: bool,
     listen: str,
     device: str,
     runner: Any,
@@ -86,10 +92,12 @@ def command(
     insecure: bool,
     exit_with_parent: bool,
 ) -> None:
-    """Serve one or more stages of BUNDLE, a folder made by pshard-export.
+    """Serve one or more stages of BUNDLE, a folder made by pshard-export, or its draft model.
 
     Prints one line when it is ready. The first Ctrl-C or SIGTERM lets open streams finish, the second stops at once.
     """
+    if not stages and not draft:
+        raise click.UsageError("nothing to serve: give --stage I, once or more, --draft, or both")
     report = Report(is_json=log_format == "json")
     try:
         settings = Settings(
@@ -104,6 +112,7 @@ def command(
         options = Options(
             bundle=bundle,
             stages=stages,
+            drafts=draft,
             listen=listen,
             settings=settings,
             is_insecure=insecure,

@@ -78,6 +78,23 @@ class CloseStream:
     key: StreamKey
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenDraft:
+    """Set aside KV of the draft model; how that went comes back through `Drafts.opened`."""
+
+    key: StreamKey
+    num_tokens: int
+    prompt: bytes
+    """Token ids, int32 little-endian; empty when the stream shares nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseDraft:
+    """Free the draft model's KV of one stream."""
+
+    key: StreamKey
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forward:
     """Send steps on to the next worker; a link that cannot take them comes back through `Worker.not_sent`."""
@@ -129,4 +146,13 @@ class Run:
         return join_rows(tensors) if tensors else None
 
 
-Instruction = Reply | ReplyPiece | ReplyStatus | Dial | HangUp | OpenStream | CloseStream | Forward | Run
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunDraft:
+    """Compute these steps of the draft model, each of one slice; how it went comes back through `Drafts.sampled` or `Drafts.failed`."""
+
+    run: Run
+
+
+Instruction = (
+    Reply | ReplyPiece | ReplyStatus | Dial | HangUp | OpenStream | CloseStream | OpenDraft | CloseDraft | Forward | Run | RunDraft
+)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from langchain_pshard.core.bundle import Manifest, load_manifest, verify_files
+from langchain_pshard.core.bundle import DraftEntry, Manifest, load_manifest, verify_files
 from langchain_pshard.core.errors import AddressInUseError, InvalidOptionError
-from langchain_pshard.core.messages import StageOffer, WorkerId
+from langchain_pshard.core.messages import DraftOffer, StageOffer, WorkerId
 from langchain_pshard.core.version import software_version
 from langchain_pshard.transport.address import Address
 from langchain_pshard.transport.hub import Hub
@@ -25,8 +25,8 @@ from workers.grammar import GrammarCompiler
 from workers.head import Head
 from workers.report import Report
 from workers.runners.runner import Runner
-from workers.server import Server
-from workers.shard import Settings, make_runner
+from workers.server import DraftEngine, Server
+from workers.shard import Settings, make_draft_runner, make_runner
 from workers.stopping import StopSwitch
 from workers.worker import Identity, Worker
 
@@ -41,6 +41,8 @@ class Options:
     stages: tuple[int, ...]
     listen: str
     settings: Settings
+    drafts: bool = False
+    """Whether it serves the bundle's draft model too, or alone when there are no stages."""
     is_insecure: bool = False
     allows_logits: bool = False
     """Clients may ask for whole logits, to compare them with others'."""
@@ -60,8 +62,10 @@ def serve(options: Options, report: Report) -> None:
         _warn_of_sharing(options.settings, report)
         manifest = load_manifest(options.bundle)
         stages = check_stages(options.stages, manifest)
+        draft = check_draft(manifest, options.bundle) if options.drafts else None
+        assert stages or draft is not None, "a worker serves something"
         address = listen(hub, options.listen)
-        _verify(options.bundle, manifest, stages, report)
+        _verify(options.bundle, manifest, stages, draft, report)
         # Read beside the weights: it takes seconds of its own.
         grammars = GrammarCompiler.of_bundle(options.bundle, manifest) if manifest.num_stages - 1 in stages else None
         runners: dict[int, Runner] = {}
@@ -69,10 +73,16 @@ def serve(options: Options, report: Report) -> None:
             with report.busy(f"loading stage {stage_idx}"):
                 runners[stage_idx] = make_runner(options.bundle, manifest, stage_idx, options.settings)
             stack.callback(runners[stage_idx].close)
+        engine = None
+        if draft is not None:
+            with report.busy("loading the draft"):
+                engine = DraftEngine(runner=make_draft_runner(options.bundle, draft, options.settings), sampler=Head())
+            stack.callback(engine.runner.close)
         if grammars is not None:
             grammars.wait()
-        identity = identify(manifest, runners, allows_logits=options.allows_logits)
-        server = Server(hub=hub, worker=Worker(identity), runners=runners, sampler=Head(grammars), bundle=options.bundle)
+        identity = identify(manifest, runners, engine.runner if engine else None, allows_logits=options.allows_logits)
+        worker = Worker(identity)
+        server = Server(hub=hub, worker=worker, runners=runners, sampler=Head(grammars), bundle=options.bundle, draft=engine)
         switch.attach(server)
         report.ready(identity, address)
         server.serve()
@@ -93,6 +103,19 @@ def check_stages(stages: tuple[int, ...], manifest: Manifest) -> tuple[int, ...]
     if doubled:
         raise InvalidOptionError(f"--stage {doubled[0]} is given twice; name each stage once")
     return tuple(sorted(stages))
+
+
+def check_draft(manifest: Manifest, bundle: Path) -> DraftEntry:
+    """The bundle's draft model.
+
+    Raises:
+        InvalidOptionError: it has none.
+    """
+    if manifest.draft is None:
+        raise InvalidOptionError(
+            f"--draft: {bundle} holds no draft of {manifest.model_name}; export it again with pshard-export --draft MODEL, or leave it out"
+        )
+    return manifest.draft
 
 
 def _check_exposure(options: Options, report: Report) -> None:
@@ -140,17 +163,20 @@ def _holder(port: int) -> str | None:
     return None
 
 
-def _verify(bundle: Path, manifest: Manifest, stages: tuple[int, ...], report: Report) -> None:
+def _verify(bundle: Path, manifest: Manifest, stages: tuple[int, ...], draft: DraftEntry | None, report: Report) -> None:
     # The tokenizer's files are checked by the clients that fetch them, by the hash they ask for; the last stage reads one itself.
     is_last = manifest.num_stages - 1 in stages
     own = tuple(file for file in manifest.tokenizer_files if is_last and file.path.endswith("/tokenizer.json"))
     files = own + tuple(file for stage_idx in stages for file in manifest.stages[stage_idx].files)
+    files += draft.files if draft is not None else ()
     with report.progress("verifying", sum(file.num_bytes for file in files)) as progress:
         verify_files(bundle, files, lambda num_bytes: progress.advance(progress.task_ids[0], num_bytes))
 
 
-def identify(manifest: Manifest, runners: dict[int, Runner], *, allows_logits: bool = False) -> Identity:
-    """What the worker says about itself, now that its engines are warm."""
+def identify(
+    manifest: Manifest, runners: dict[int, Runner], draft_runner: Runner | None = None, *, allows_logits: bool = False
+) -> Identity:
+    """What the worker says about itself, now that its engines are warm; `draft_runner` where it drafts."""
     offers = tuple(
         StageOffer(
             stage_idx=stage_idx,
@@ -168,6 +194,16 @@ def identify(manifest: Manifest, runners: dict[int, Runner], *, allows_logits: b
         worker=WorkerId(secrets.token_hex(8)),
         software=software_version(),
         manifest=manifest,
-        numerics=next(iter(runners.values())).numerics,
+        numerics=next(runner for runner in (*runners.values(), draft_runner) if runner is not None).numerics,
         offers=offers,
+        draft=None if manifest.draft is None or draft_runner is None else _draft_offer(manifest.draft, draft_runner),
+    )
+
+
+def _draft_offer(draft: DraftEntry, runner: Runner) -> DraftOffer:
+    return DraftOffer(
+        model_name=draft.model_name,
+        num_bytes=draft.num_bytes,
+        kv_capacity_tokens=runner.kv_capacity_tokens,
+        context_length=draft.context_length,
     )

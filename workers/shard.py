@@ -1,4 +1,4 @@
-"""One stage of a bundle, made ready to run: model, device, precisions, engine.
+"""One shard of a bundle, a stage or the draft, made ready to run: model, device, precisions, engine.
 
 OpenVINO is imported where it is used, so that options can be checked, and a missing installation explained, without it.
 """
@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from langchain_pshard.core.bundle import MODEL_XML, Manifest, stage_dir
+from langchain_pshard.core.bundle import DRAFT_DIR, MODEL_XML, DraftEntry, LayerSpan, Manifest, stage_dir
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, InvalidOptionError, MissingExtraError
-from langchain_pshard.core.messages import ClientId, DType, Numerics, SliceKind, StreamId
+from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
+from langchain_pshard.core.numerics import DType, Numerics
 from workers.runners.runner import Runner, RunSlice, StreamKey
 
 RunnerName = Literal["paged", "stateful"]
@@ -41,7 +42,7 @@ class Settings:
     threads: int | None = None
     """Inference threads; None leaves the choice to the device."""
     kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES
-    """KV memory of each stage."""
+    """KV memory of each stage, and of the draft."""
     prefix_cache: bool | None = None
     """Whether prompts that begin alike share the KV of their beginning; None: where that is exact."""
     cache_dir: Path | None = None
@@ -84,41 +85,53 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
         BundleError: the stage's model cannot be read.
         CapacityError: the KV pool does not fit into the memory available.
     """
-    ov = _openvino()
-    if settings.runner not in manifest.runners:
-        raise InvalidOptionError(
-            f"the {settings.runner} runner cannot run {manifest.model_name} ({manifest.architecture}): its attention has no such form;"
-            f" valid: --runner {' or '.join(manifest.runners)}"
-        )
     if not 0 <= stage_idx < manifest.num_stages:
         raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
+    return _make_runner(bundle / stage_dir(stage_idx), f"stage {stage_idx}", manifest, manifest.stages[stage_idx].span, settings)
+
+
+def make_draft_runner(bundle: Path, draft: DraftEntry, settings: Settings) -> Runner:
+    """The same for the bundle's draft model, which is one stage.
+
+    Raises:
+        See `make_runner`.
+    """
+    return _make_runner(bundle / DRAFT_DIR, "the draft", draft, draft.span, settings)
+
+
+def _make_runner(folder: Path, name: str, model: Manifest | DraftEntry, span: LayerSpan, settings: Settings) -> Runner:
+    ov = _openvino()
+    if settings.runner not in model.runners:
+        raise InvalidOptionError(
+            f"the {settings.runner} runner cannot run {model.model_name} ({model.architecture}): its attention has no such form;"
+            f" valid: --runner {' or '.join(model.runners)}"
+        )
     core = ov.Core()
     _check_device(core, settings)
-    numerics, properties = _choose_numerics(ov, manifest, settings)
+    numerics, properties = _choose_numerics(ov, model.activation_group_size, settings)
 
     from workers.runners.engine import StageModel
     from workers.runners.paged import PagedRunner
     from workers.runners.stateful import StatefulRunner
 
-    span = manifest.stages[stage_idx].span
     stage = StageModel(
-        model=_read(core, bundle / stage_dir(stage_idx) / MODEL_XML),
+        model=_read(core, folder / MODEL_XML),
         core=core,
         properties=MappingProxyType(properties),
         numerics=numerics,
-        stage_name=f"stage {stage_idx}",
-        is_first=stage_idx == 0,
-        is_last=stage_idx == manifest.num_stages - 1,
-        hidden_size=manifest.hidden_size,
-        vocab_size=manifest.vocab_size,
-        num_kv_heads=manifest.num_kv_heads,
-        head_dim=manifest.head_dim,
-        windows=manifest.attention_windows[span.start : span.end],
+        stage_name=name,
+        is_first=span.start == 0,
+        is_last=span.end == len(model.attention_windows),
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        windows=model.attention_windows[span.start : span.end],
         kv_memory_bytes=settings.kv_memory_bytes,
         has_prefix_cache=settings.has_prefix_cache,
     )
     runner: Runner = PagedRunner(stage) if settings.runner == "paged" else StatefulRunner(stage)
-    _warm_up(runner, None if stage.is_first else manifest.hidden_size)
+    _warm_up(runner, None if stage.is_first else model.hidden_size)
     return runner
 
 
@@ -147,14 +160,14 @@ def _read(core: Any, path: Path) -> Any:
         raise BundleError(f"{path} cannot be read as an OpenVINO model: copy or export it again ({str(error).splitlines()[-1]})") from error
 
 
-def _choose_numerics(ov: ModuleType, manifest: Manifest, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
+def _choose_numerics(ov: ModuleType, activation_group_size: int, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
     """The numerics class and the properties that compile a stage into it."""
     is_fast = settings.numerics == "fast"
     properties: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
         "KV_CACHE_PRECISION": settings.kv_precision or ("f16" if is_fast else "f32"),
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": manifest.activation_group_size if is_fast else 0,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group_size if is_fast else 0,
         "EXECUTION_MODE_HINT": "PERFORMANCE" if is_fast else "ACCURACY",
     }
     if settings.threads is not None:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, DType, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
 from workers.runners.runner import MAX_SLICE_TOKENS, RunSlice, StreamKey, TokenArray
@@ -42,6 +43,13 @@ class StageShape:
     hidden_size: int
     boundary: DType
     allows_logits: bool = False
+    is_draft: bool = False
+    """The only stage of the draft model, not one of the bundle's."""
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return "the draft" if self.is_draft else f"stage {self.stage_idx}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +137,7 @@ class Stage:
             hidden: [tokens of the step, hidden], or None on the first stage.
         """
         if len(self._waiting) >= MAX_WAITING_STEPS:
-            text = f"{MAX_WAITING_STEPS} steps wait at stage {self.shape.stage_idx} already: send less at once"
+            text = f"{MAX_WAITING_STEPS} steps wait at {self.shape.title} already: send less at once"
             return all_dropped(step, CapacityError.code, text)
         num_tokens = sum(piece.num_tokens for piece in step.slices)
         if num_tokens > MAX_STEP_TOKENS:
@@ -151,7 +159,7 @@ class Stage:
                 failures[piece.stream] = StreamFailure(piece.stream, ProtocolError.code, f"malformed slice: {fault}")
                 continue
             if key not in self._streams:
-                text = f"stage {self.shape.stage_idx} holds no stream {piece.stream}: open it again"
+                text = f"{self.shape.title} holds no stream {piece.stream}: open it again"
                 failures[piece.stream] = StreamFailure(piece.stream, StateLostError.code, text)
                 continue
             if piece.returns_logits and self.shape.is_last and not self.shape.allows_logits:
@@ -247,7 +255,7 @@ class Stage:
         return _only(waiting, kept), tuple(failures)
 
     def _breaks_rule(self, piece: RunSlice, stream: _Stream) -> StreamFailure | None:
-        where = f"stage {self.shape.stage_idx}"
+        where = self.shape.title
         name = piece.key.stream
         if piece.start > stream.length:
             text = f"{where} holds {stream.length} positions of stream {name}, the slice starts at {piece.start}: send it again from there"

@@ -11,13 +11,14 @@ Three kinds of number order everything:
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NewType
 
 import msgspec
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.grammar import Grammar
+from langchain_pshard.core.numerics import Numerics, TensorSpec
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -34,42 +35,11 @@ RequestId = NewType("RequestId", int)
 """Pairs a control request with its reply, per client and link."""
 
 
-class DType(Enum):
-    """Element types a tensor may have on the wire. numpy has no bf16: its bits travel and are handled as uint16."""
-
-    F32 = "f32"
-    BF16 = "bf16"
-
-
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Type and shape of the tensor frame that follows the header, row-major, little-endian."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-
 class _Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of all messages; the struct's tag is its name on the wire."""
 
 
 # --- getting to know one another -------------------------------------------------------------------------------------
-
-
-class Numerics(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's numerics class: two stages may serve one stream only when all of it is equal."""
-
-    name: str
-    """`fast` or `exact`."""
-    runner: str
-    """`paged` or `stateful`."""
-    device: str
-    openvino: str
-    inference_precision: str
-    kv_precision: str
-    dynamic_quantization_group_size: int
-    """0 when activations are not quantized."""
-    boundary: DType
-    """Type in which hidden states leave a stage."""
 
 
 class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +57,16 @@ class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
     allows_logits: bool = False
     """Whether slices may ask for their logits: the last stage of a worker that was started for comparison."""
     kv_stream_tokens: int | None = None
-    """Most KV positions that one stream takes of the capacity, however long it is, where every layer has a window; None: as many as it
-    has positions."""
+    """Most KV positions of one stream, however long it is, where every layer has a window; None: as many as it has."""
+
+
+class DraftOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """The draft model a worker serves beside its stages, or alone."""
+
+    model_name: str
+    num_bytes: int
+    kv_capacity_tokens: int
+    context_length: int
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
@@ -100,7 +78,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
-    """Worker -> client: answered only when every stage is warm."""
+    """Worker -> client: answered only when every stage is warm, and the draft."""
 
     request: RequestId
     protocol: int
@@ -110,6 +88,7 @@ class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
     model_name: str
     numerics: Numerics
     stages: tuple[StageOffer, ...]
+    draft: DraftOffer | None = None
 
 
 class Hop(msgspec.Struct, frozen=True, array_like=True):
@@ -157,8 +136,6 @@ class Fetched(_Message, frozen=True, kw_only=True, tag="fetched"):
 
 
 FETCH_CHUNK_BYTES = 128 << 10
-MAX_LOGITS_BYTES = 16 << 20
-"""Of all slices of a step together."""
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
@@ -231,8 +208,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_sampled: int
     """How many trailing positions the last stage samples a next token for."""
     returns_logits: bool = False
-    """Whether the last stage answers with the logits of those positions as well. For comparison only: a worker refuses unless it was
-    started for that."""
+    """Whether the last stage answers with the logits of those positions as well; refused by workers that were not started for it."""
 
     @property
     def num_tokens(self) -> int:
@@ -280,13 +256,6 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     """Token ids that the stream's grammar leaves no choice about, after those that count: the best of drafts for the next step."""
 
 
-class StepLogits(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The tensor beside a StepResult: the logits of the slices that asked for them, [positions, vocab] float32, stream after stream."""
-
-    streams: tuple[StreamId, ...]
-    tensor: TensorSpec
-
-
 class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
     """Last stage -> client: what a step came to. Slices that failed on the way are missing here and named in a `StepFailed`."""
 
@@ -294,8 +263,9 @@ class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
     step_id: StepId
     results: tuple[SliceResult, ...]
     timings: tuple[StageTiming, ...]
-    logits: StepLogits | None = None
-    """What the tensor beside it holds, for those who asked. Nearly always none."""
+    logits: TensorSpec | None = None
+    """Of the tensor beside it, [positions, vocab]: the logits that `logits_of` asked for, stream after stream. Nearly always none."""
+    logits_of: tuple[StreamId, ...] = ()
 
 
 class StreamFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -313,6 +283,45 @@ class StepFailed(_Message, frozen=True, kw_only=True, tag="failed"):
     step_id: StepId
     stage_idx: int
     failures: tuple[StreamFailure, ...]
+
+
+class DraftAsk(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How one stream goes on, and how many tokens to guess behind that: a `Slice` by the same one step rule. A new stream begins at 0."""
+
+    stream: StreamId
+    start: int
+    tokens: bytes
+    kind: SliceKind
+    num_drafts: int
+    num_positions: int
+    """To set aside for a stream that is new here: prompt and output."""
+    is_shared: bool = False
+    """Whether a prompt may share KV with others that begin alike."""
+
+
+class Draft(_Message, frozen=True, kw_only=True, tag="draft"):
+    """Client -> worker that drafts: guess. A stream's later ask ends the guessing of an earlier one, whose tokens it still takes in."""
+
+    client: ClientId
+    epoch: Epoch
+    asks: tuple[DraftAsk, ...]
+
+
+class DraftResult(msgspec.Struct, frozen=True, array_like=True):
+    """What may follow the first `num_positions` tokens of a stream."""
+
+    stream: StreamId
+    num_positions: int
+    tokens: bytes
+    """Token ids, int32 little-endian; fewer than were asked for when there was no room for more, or a later ask came."""
+
+
+class Drafted(_Message, frozen=True, kw_only=True, tag="drafted"):
+    """Worker -> client: every ask of a known client comes to a result or a failure. Who fails goes on without drafts."""
+
+    epoch: Epoch
+    results: tuple[DraftResult, ...]
+    failures: tuple[StreamFailure, ...] = ()
 
 
 # --- liveness and status ---------------------------------------------------------------------------------------------
@@ -333,10 +342,9 @@ class GetStatus(_Message, frozen=True, kw_only=True, tag="get-status"):
     request: RequestId
 
 
-class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Live figures of one stage."""
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Live figures of one engine."""
 
-    stage_idx: int
     num_streams: int
     kv_used_tokens: int
     kv_capacity_tokens: int
@@ -344,6 +352,12 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     compute_ms: float
     """Total time in inference since start."""
+
+
+class StageStatus(EngineStatus, frozen=True, kw_only=True):
+    """Live figures of one stage."""
+
+    stage_idx: int
 
 
 class Status(_Message, frozen=True, kw_only=True, tag="status"):
@@ -357,6 +371,7 @@ class Status(_Message, frozen=True, kw_only=True, tag="status"):
     num_malformed: int
     """Messages dropped because they could not be decoded, or made no sense as a whole."""
     stages: tuple[StageStatus, ...]
+    draft: EngineStatus | None = None
 
 
 Message = (
@@ -374,6 +389,8 @@ Message = (
     | MicroBatch
     | StepResult
     | StepFailed
+    | Draft
+    | Drafted
     | Ping
     | Pong
     | GetStatus

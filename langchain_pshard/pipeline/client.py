@@ -154,8 +154,8 @@ class PipelineClient:
             An iterator over `GenerationChunk`s, of which the last one has an `end`.
 
         Raises:
-            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, or a drafter
-                that fails.
+            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, a drafter that
+                fails, or `draft="model"` on a fleet without a draft model.
             ContextOverflowError: prompt and max_tokens exceed the model's context.
             CapacityError: a stage cannot hold so many positions at all; later, while iterating: room did not come free in time.
             WorkerLostError, WorkerUnreachableError, StateLostError, DeadlineError, InferenceError, ClosedError: while iterating.
@@ -238,6 +238,7 @@ class PipelineClient:
         if max_tokens < 1 or len(tokens) + max_tokens > context_length:
             raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
+        drafts_by_model = drafter is None and params.draft == "model"
         drafter = self._drafter(params, drafter)
         if params.prefix_cache == "all" and not self._has_told_inexact:
             self._has_told_inexact = True
@@ -256,6 +257,7 @@ class PipelineClient:
                 sink=sink,
                 timeout_s=params.timeout_s,
                 drafting=None if drafter is None else begin(drafter, tokens),
+                drafts_by_model=drafts_by_model,
                 num_drafts=None if params.draft_tokens == "auto" else params.draft_tokens,
                 prefix_cache=params.prefix_cache,
                 grammar=params.grammar,
@@ -267,9 +269,16 @@ class PipelineClient:
         """What drafts for this call. `auto` keeps the promise that text depends on nothing but the stream; who asks for drafts where
         the fleet cannot take them back exactly gets them, and is told."""
         inexact = [stage for stage in self.chain.stages if not stage.is_resumable]
-        if drafter is None and params.draft is not None and not (params.draft == "auto" and inexact):
+        is_model = drafter is None and params.draft == "model"
+        if is_model and self.chain.draft is None:
+            raise InvalidOptionError(
+                "draft='model' needs a worker that serves the draft model, and none of this fleet does: start one with"
+                " `pshard-worker BUNDLE --draft`, on a bundle exported with --draft, and name it too, or let ChatPShard(bundle=...,"
+                " draft='model') start it; valid without one: 'auto', 'ngram', None"
+            )
+        if drafter is None and (params.draft == "ngram" or (params.draft == "auto" and not inexact)):
             drafter = NgramDrafter()
-        if drafter is not None and inexact:
+        if (drafter is not None or is_model) and inexact:
             stage = inexact[0]
             _log.warning(
                 "drafts are not exact on this fleet (stage %d at %s: runner %s, numerics %s, KV %s): texts may differ from those without"

@@ -33,4 +33,11 @@ class Deliver:
     stream: StreamId | None = None
 
 
-Instruction = Dial | Send | Deliver
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Write a line into the log: something that no caller has to act on, and whoever runs the fleet wants to know."""
+
+    text: str
+
+
+Instruction = Dial | Send | Deliver | Warn

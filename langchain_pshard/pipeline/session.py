@@ -27,6 +27,9 @@ from langchain_pshard.core.errors import (
 from langchain_pshard.core.messages import (
     ClientId,
     Close,
+    Draft,
+    Drafted,
+    Epoch,
     Fetched,
     Message,
     MicroBatch,
@@ -42,12 +45,13 @@ from langchain_pshard.core.messages import (
     StreamId,
 )
 from langchain_pshard.pipeline.admission import Admission
-from langchain_pshard.pipeline.chain import Chain
+from langchain_pshard.pipeline.chain import Chain, DraftRole
 from langchain_pshard.pipeline.instructions import Deliver, Instruction, Send
 from langchain_pshard.pipeline.membership import Membership, Phase
+from langchain_pshard.pipeline.model_drafts import ModelDrafts
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.requests import ReplySink, Requests
-from langchain_pshard.pipeline.stream import Stream, StreamRequest
+from langchain_pshard.pipeline.stream import Stream, StreamRequest, logits_by_stream
 from langchain_pshard.pipeline.turns import Turns
 
 MAX_REJOINS = 2
@@ -85,7 +89,8 @@ class Session:
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
         self._turns = Turns(max_draft_tokens=options.max_draft_tokens, max_chunk_tokens=options.max_chunk_tokens)
-        self._turns_epoch = self._membership.epoch
+        self._drafts = ModelDrafts(max_draft_tokens=options.max_draft_tokens, lost_after_s=options.step_timeout_s)
+        self._known: tuple[Epoch, DraftRole | None] = self._membership.epoch, None
         self._opens: dict[RequestId, StreamId] = {}
         self._requests = Requests()
         self._connecting: list[Callable[[Chain | PShardError], bool]] = []
@@ -157,6 +162,8 @@ class Session:
                 out += ended
             case StepFailed(epoch=epoch) if epoch == self._membership.epoch:
                 delivers = self._on_failed(address, message)
+            case Drafted(epoch=epoch) if epoch == self._membership.epoch:
+                out += self._drafts.on_drafted(message, now)
             case Opened():
                 self._on_opened(message)
             case Refused(request=request):
@@ -177,6 +184,7 @@ class Session:
         """Time has passed."""
         out = self._membership.tick(now)
         out += self._requests.expired(now)
+        out += self._drafts.expire(now)
         out += self._expire_streams(now)
         for opening in self._admission.repeats(now):
             out += [Send(address, self._open(opening.stream, request)) for request, address in opening.unanswered.items()]
@@ -196,7 +204,9 @@ class Session:
             out += [Deliver(sink, self._membership.chain) for sink in self._connecting]
             self._connecting = []
         if self._membership.is_steady:
+            self._renew(now)
             out += self._admit(now)
+            out += self._ask_drafts(now)
             out += self._send_steps(now)
         return out
 
@@ -208,10 +218,31 @@ class Session:
         self._num_rejoins += 1
         return self._num_rejoins <= MAX_REJOINS
 
+    def _renew(self, now: float) -> None:
+        """A new epoch has another chain; and who drafts may come and go within one."""
+        chain, draft = self.chain, self._membership.draft
+        assert chain is not None
+        current = self._membership.epoch, draft
+        if self._known == current:
+            return
+        if self._known[0] != self._membership.epoch:
+            self._turns.reset(chain.num_stages)
+        self._known = current
+        self._drafts.reset(draft, self._streams.values(), now)
+
+    def _ask_drafts(self, now: float) -> list[Instruction]:
+        _, draft = self._known
+        if draft is None:
+            return []
+        epoch = self._membership.epoch
+        asks = self._drafts.asks(self._turns.step_ms, now)
+        return [Send(draft.address, Draft(client=self._client, epoch=epoch, asks=each)) for each in asks]
+
     def _admit(self, now: float) -> list[Instruction]:
+        assert self.chain is not None
         out: list[Instruction] = []
         while (stream := self._admission.next_to_open(now)) is not None:
-            requests = {self._new_request(): address for address in self._addresses}
+            requests = {self._new_request(): address for address in self.chain.addresses}
             self._opens |= dict.fromkeys(requests, stream.id)
             self._admission.started(stream, requests, now)
             out += [Send(address, self._open(stream, request)) for request, address in requests.items()]
@@ -219,9 +250,6 @@ class Session:
 
     def _send_steps(self, now: float) -> list[Instruction]:
         assert self.chain is not None
-        if self._turns_epoch != self._membership.epoch:
-            self._turns_epoch = self._membership.epoch
-            self._turns.reset(self.chain.num_stages)
         out: list[Instruction] = []
         while self._streams and (turn := self._turns.next_turn(self._streams, now)) is not None:
             out += self._end(turn.failed)
@@ -235,7 +263,7 @@ class Session:
         if landing is None:
             return [], []  # a repeated answer
         results: dict[StreamId, SliceResult] = {result.stream: result for result in message.results}
-        logits = _logits_by_stream(message, tensor) if tensor is not None else {}
+        logits = logits_by_stream(message, tensor) if tensor is not None else {}
         delivers: list[Instruction] = []
         ended: list[tuple[Stream, PShardError | None]] = []
         for stream in [self._streams[stream_id] for stream_id in landing.streams]:
@@ -271,6 +299,7 @@ class Session:
         if stream is not None:
             self._num_rejoins = 0
             self._streams[stream.id] = stream
+            self._drafts.add(stream)
 
     def _on_refused(self, address: str, request: RequestId, message: Refused, now: float) -> list[Instruction]:
         stream_id = self._opens.pop(request, None)
@@ -324,6 +353,7 @@ class Session:
         if not stream_ids:
             return []
         self._turns.forget(stream_ids)
+        self._drafts.forget(stream_ids)
         self._opens = {request: stream for request, stream in self._opens.items() if stream not in stream_ids}
         message = Close(client=self._client, epoch=self._membership.epoch, streams=tuple(stream_ids))
         return [Send(address, message) for address in self._addresses]
@@ -361,15 +391,3 @@ class Session:
 
     def _new_request(self) -> RequestId:
         return RequestId(next(self._request_ids))
-
-
-def _logits_by_stream(message: StepResult, tensor: Tensor) -> dict[StreamId, Tensor]:
-    """The rows of each stream that asked, as many as it has tokens; a stream whose rows are missing will say so."""
-    num_rows = {result.stream: len(result.tokens) // 4 for result in message.results}
-    found: dict[StreamId, Tensor] = {}
-    begin = 0
-    for stream in message.logits.streams if message.logits is not None else ():
-        end = begin + num_rows.get(stream, 0)
-        found[stream] = tensor[begin:end]
-        begin = end
-    return found

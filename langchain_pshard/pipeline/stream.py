@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from langchain_pshard.core.codec import Tensor, pack_tokens, unpack_tokens
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StepResult, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.account import Account
 from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer
@@ -57,6 +57,8 @@ class StreamRequest:
     timeout_s: float | None = None
     drafting: Drafting | None = None
     """Guesses for this stream, begun on its prompt."""
+    drafts_by_model: bool = False
+    """Guesses come from the fleet's draft model (`model_drafts`), instead of `drafting`."""
     num_drafts: int | None = None
     """How many drafts ride with each step; None: as many as pay."""
     prefix_cache: PrefixCache = True
@@ -91,10 +93,13 @@ class Stream:
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
         self.last_step: StepId = StepId(0)
+        self._asked_at: float | None = None
         self._acceptance = Acceptance()
         self._chunks: deque[int] = deque()  # positions that the prompt chunks in flight sample
         self._num_told = 0  # tokens that the drafter knows
         self._guess: tuple[int, ...] = ()
+        self._guess_ahead: tuple[int, ...] = ()
+        """Of the draft model, for the next turn."""
         self._drafts: tuple[int, ...] = ()
         self._forced: tuple[int, ...] = ()
         """What the grammar leaves no choice about next: a guess that needs no drafter."""
@@ -112,9 +117,24 @@ class Stream:
         return bool(self.tokens)
 
     @property
+    def awaits_guess(self) -> bool:
+        """Whether the draft model has been asked: the stream takes its turn when it answers, or when it is late."""
+        return self._asked_at is not None
+
+    @property
     def is_ready(self) -> bool:
         """Whether the stream waits for a decode turn."""
-        return self.is_decoding and not self.num_in_flight
+        return self.is_decoding and not self.num_in_flight and not self.awaits_guess
+
+    @property
+    def has_guess(self) -> bool:
+        """Whether the next turn needs no guess: one is there, or a grammar leaves no choice."""
+        return bool(self._forced or self._guess_ahead)
+
+    @property
+    def num_drafts_left(self) -> int:
+        """Drafts that could still become tokens: each step brings one token more."""
+        return self.request.max_tokens - len(self.tokens) - 1
 
     @property
     def shared_prompt(self) -> bytes:
@@ -143,6 +163,20 @@ class Stream:
             returns_logits=self.request.returns_logits,
         )
 
+    def gains(self, num_drafts: int) -> list[float]:
+        """Tokens that each of so many drafts is expected to add."""
+        return self._acceptance.gains(max(0, num_drafts))
+
+    def await_guess(self, now: float) -> None:
+        """The draft model is asked for the next turn."""
+        self._asked_at = now
+
+    def guessed(self, tokens: tuple[int, ...], now: float) -> None:
+        """The draft model's guess for the next turn is there, or is waited for no longer; nothing when it was not waited for."""
+        if self._asked_at is not None:
+            self._account.waited(1e3 * (now - self._asked_at))
+            self._asked_at, self._guess_ahead = None, tokens
+
     def guess(self, max_drafts: int) -> Offer:
         """Ask the drafter what may follow, at most `max_drafts` tokens (or as many as the caller chose), and what each is worth.
 
@@ -150,11 +184,15 @@ class Stream:
             InvalidOptionError: the caller's drafter failed.
         """
         request = self.request
-        num_left = request.max_tokens - len(self.tokens) - 1
+        num_left = self.num_drafts_left
+        ahead, self._guess_ahead = self._guess_ahead, ()
         self._is_certain = bool(self._forced)
         if self._forced:
             self._guess, self._forced = self._forced[: min(max_drafts, num_left)], ()
             return Offer((1.0,) * len(self._guess), len(self._guess))  # each saves a step that has to come
+        if request.drafts_by_model:
+            self._guess = ahead[:num_left]
+            return Offer(self._acceptance.gains(len(self._guess)), request.num_drafts)
         if request.drafting is None:
             return _NO_OFFER
         wanted = max_drafts if request.num_drafts is None else request.num_drafts
@@ -271,3 +309,15 @@ class Stream:
 
 
 _NO_OFFER = Offer(())
+
+
+def logits_by_stream(message: StepResult, tensor: Tensor) -> dict[StreamId, Tensor]:
+    """The rows of each stream that asked, as many as it has tokens; a stream whose rows are missing will say so."""
+    num_rows = {result.stream: len(result.tokens) // 4 for result in message.results}
+    found: dict[StreamId, Tensor] = {}
+    begin = 0
+    for stream in message.logits_of:
+        end = begin + num_rows.get(stream, 0)
+        found[stream] = tensor[begin:end]
+        begin = end
+    return found

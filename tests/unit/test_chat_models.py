@@ -319,10 +319,9 @@ def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
         model.invoke("Hi")
         model.invoke("Hi", draft=None)
         model.bind(draft="ngram", draft_tokens="auto").invoke("Hi")
+        model.invoke("Hi", draft="model")
         asked = [(params.draft, params.draft_tokens) for params in client.params]
-        assert asked == [("auto", 4), (None, 4), ("ngram", "auto")]
+        assert asked == [("auto", 4), (None, 4), ("ngram", "auto"), ("model", 4)]
         assert "draft" not in model._identifying_params
-        with pytest.raises(InvalidOptionError, match="draft='model' needs a draft shard"):
-            model.invoke("Hi", draft="model")
         with pytest.raises(InvalidOptionError, match="draft_tokens=0"):
             model.invoke("Hi", draft_tokens=0)

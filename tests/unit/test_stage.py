@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, DType, Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES
+from langchain_pshard.core.messages import Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.numerics import DType
 from tests.support.fake_stages import HIDDEN, VOCAB, row, step
 from workers.instructions import Run
 from workers.runners.runner import StreamKey

@@ -14,7 +14,7 @@ from openvino import opset13
 
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError
-from langchain_pshard.core.messages import DType, Numerics
+from langchain_pshard.core.numerics import DType, Numerics
 
 SAMPLED_ROWS = "sampled_rows"
 """Input of a last stage, i32 [n]: which rows of the batch the head computes logits for."""

@@ -16,7 +16,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
-from langchain_pshard.core.messages import Numerics
+from langchain_pshard.core.numerics import Numerics
 from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable
 from workers.runners.engine import (
     OV_TYPES,

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.codec import Tensor
-from langchain_pshard.core.messages import ClientId, Numerics, SliceKind, StreamId
+from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
+from langchain_pshard.core.numerics import Numerics
 
 TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)

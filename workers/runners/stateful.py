@@ -23,7 +23,8 @@ import openvino as ov
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import CapacityError, InferenceError, InvalidOptionError
-from langchain_pshard.core.messages import Numerics, SliceKind
+from langchain_pshard.core.messages import SliceKind
+from langchain_pshard.core.numerics import Numerics
 from workers.runners.captures import Capture, Captures
 from workers.runners.engine import (
     KV_TYPES,
