@@ -217,7 +217,7 @@ class Drafts:
         ask.is_over = True
         return [(ask, None)]
 
-    def failed(self, run: Run, error: InferenceError | CapacityError) -> list[Instruction]:
+    def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
         """The engine failed on `run`: merged steps will run again, each alone; a single one is given up."""
         return self._tell(self._dropped(self.stage.failed(run, error.code, f"the draft: {error}")))
 

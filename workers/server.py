@@ -232,7 +232,7 @@ class Server:
         started_s = self._clock()
         try:
             results = draft.sampler.sample(cast(Logits, draft.runner.run(run.slices, None)), run.slices)
-        except (InferenceError, CapacityError) as error:
+        except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("the draft failed on %d steps: %s", len(run.steps), error)
             return self._drafts.failed(run, error)
         return self._drafts.sampled(run, results, started_s=started_s, ended_s=self._clock())

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
 from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows

@@ -14,6 +14,13 @@ class DType(Enum):
     BF16 = "bf16"
 
 
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Type and shape of the tensor frame that follows the header, row-major, little-endian."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's numerics class: two stages may serve one stream only when all of it is equal."""
 

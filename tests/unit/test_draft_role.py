@@ -303,7 +303,7 @@ def test_stage_and_draft_take_turns() -> None:
         kinds.append(type(instruction).__name__)
         if isinstance(instruction, Run):
             results = [SliceResult(piece.key.stream, pack_tokens([1])) for piece in instruction.slices]
-            bench.worker.sampled(instruction, results, np.zeros((0, VOCAB), np.float32), started_s=0, ended_s=0)
+            bench.worker.sampled(instruction, results, np.zeros((1, VOCAB), np.float32), started_s=0, ended_s=0)
         else:
             bench.carry_out([instruction])
     assert kinds == ["RunDraft", "Run", "RunDraft", "Run", "RunDraft", "Run"]

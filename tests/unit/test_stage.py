@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES
+from langchain_pshard.core.messages import Slice, SliceKind, StreamFailure, StreamId
 from langchain_pshard.core.numerics import DType
 from tests.support.fake_stages import HIDDEN, VOCAB, row, step
 from workers.instructions import Run
