@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import (
+    activation,
     balance,
     exactness,
     export_memory,
@@ -31,6 +32,7 @@ from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
+    "activation": activation.run,
     "balance": balance.run,
     "exactness": exactness.run,
     "export-memory": export_memory.run,

@@ -84,7 +84,7 @@ def _score(runner: Runner, tokens: Sequence[int]) -> float:
     return float(np.exp(np.concatenate(losses).mean()))
 
 
-def _text_tokens(bundle: Path, bos_token_id: int | None) -> list[int]:
+def text_tokens(bundle: Path, bos_token_id: int | None) -> list[int]:
     """The text as the model wants it: Gemma's perplexity without a begin token is ten times as high."""
     tokens = Tokenizer.from_file(str(bundle / TOKENIZER_DIR / "tokenizer.json")).encode(TEXT.read_text(encoding="utf-8")).ids
     return tokens if bos_token_id is None or tokens[0] == bos_token_id else [bos_token_id, *tokens]
@@ -94,7 +94,7 @@ def _measure(mode: WeightMode) -> ModeResult:
     """Export (once per machine), load under both numerics classes, score the text."""
     bundle = demo_bundle(weights=mode, layers=(NUM_LAYERS,))
     manifest = load_manifest(bundle)
-    tokens = _text_tokens(bundle, manifest.bos_token_id)
+    tokens = text_tokens(bundle, manifest.bos_token_id)
 
     def score(numerics: NumericsName) -> float:
         runner = make_runner(bundle, manifest, 0, Settings(numerics=numerics, kv_memory_bytes=_KV_BYTES))

@@ -64,6 +64,14 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where it changes no"
     " token: paged, but not u8]",
 )
+@click.option(
+    "--activation",
+    type=click.Choice(["f32", "int8"]),
+    default="f32",
+    show_default=True,
+    help="How hidden states cross from stage to stage. int8 takes about a quarter of the bytes, for thin links; tokens then depend on where"
+    " the model is cut. All workers of a chain need the same.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without any protection.")
@@ -79,6 +87,7 @@ def command(
     kv_memory: int,
     kv_precision: Any,
     prefix_cache: bool | None,
+    activation: Any,
     threads: int | None,
     log_format: str,
     insecure: bool,
@@ -98,6 +107,7 @@ def command(
             threads=threads,
             kv_memory_bytes=kv_memory,
             prefix_cache=prefix_cache,
+            activation=activation,
         )
         options = Options(
             bundle=bundle, stages=stages, listen=listen, settings=settings, is_insecure=insecure, exits_with_parent=exit_with_parent
