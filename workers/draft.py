@@ -105,7 +105,7 @@ class Drafts:
             stage_idx=0,
             is_last=True,
             vocab_size=draft.vocab_size,
-            hidden_size=draft.hidden_size,
+            row_width=draft.hidden_size,
             boundary=DType.F32,  # no hidden states leave or enter a model of one stage
             is_draft=True,
         )

@@ -19,7 +19,7 @@ from workers.stage import MAX_STEP_TOKENS, MAX_WAITING_STEPS, Dropped, Stage, St
 
 
 def make_stage(stage_idx: int = 0, *, streams: Sequence[int] = (1, 2, 3), reserved: int = 32, token_budget: int = 1024) -> Stage:
-    shape = StageShape(stage_idx=stage_idx, is_last=False, vocab_size=VOCAB, hidden_size=HIDDEN, boundary=DType.F32)
+    shape = StageShape(stage_idx=stage_idx, is_last=False, vocab_size=VOCAB, row_width=HIDDEN, boundary=DType.F32)
     stage = Stage(shape, token_budget=token_budget)
     for stream in streams:
         stage.open(key(stream), reserved)
