@@ -175,7 +175,7 @@ def save_stage(model: ov.Model, xml: Path, modes: WeightModes) -> None:
     try:
         ov.save_model(model, xml, compress_to_fp16=_is_halved_whole(modes))
     except RuntimeError as error:  # all OpenVINO raises, a full disk included
-        raise UsageError(f"cannot write {xml}: {error}; is the disk full?") from error
+        raise UsageError(f"cannot write {xml}: {error}: free some space there, or choose another path") from error
 
 
 def _is_halved_whole(modes: WeightModes) -> bool:

@@ -24,7 +24,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from export_tools.architectures import ModelShape, check_supported, model_shape
+from export_tools.architectures import ModelShape, check_fields, check_supported, model_shape
 from export_tools.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from export_tools.progress import Progress
 from export_tools.quiet import quiet_transformers
@@ -186,7 +186,10 @@ def _identify_gguf(path: Path, progress: Progress) -> Source:
 def _checked(
     raw: Mapping[str, Any], *, name: str, location: str, is_local: bool, gguf_file: str | None = None, trusts_code: bool = False
 ) -> Source:
-    runs_code = check_supported(raw, origin=location if gguf_file is None else gguf_file, trusts_code=trusts_code)
+    origin = location if gguf_file is None else gguf_file
+    runs_code = check_supported(raw, origin=origin, trusts_code=trusts_code)
+    if not runs_code:
+        check_fields(raw, origin=origin)
     try:
         with quiet_transformers():
             config = _config(raw, location, runs_code=runs_code)
@@ -211,7 +214,7 @@ def _model_class(source: Source) -> Any:
 
 def _checkpoint(source: Source) -> Checkpoint:
     if source.gguf_file is not None:
-        return GgufCheckpoint(Path(source.location) / source.gguf_file)
+        return GgufCheckpoint(Path(source.location) / source.gguf_file, source.config.to_dict())
     if source.is_local:
         return SafetensorsCheckpoint(Path(source.location))
     return SafetensorsCheckpoint(Path(huggingface_hub.snapshot_download(source.location, allow_patterns=list(_HUB_FILES))))

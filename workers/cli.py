@@ -69,6 +69,14 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where that is exact:"
     " paged but for u8, stateful under exact]",
 )
+@click.option(
+    "--activation",
+    type=click.Choice(["f32", "int8"]),
+    default="f32",
+    show_default=True,
+    help="How hidden states cross from stage to stage. int8 takes about a quarter of the bytes, for thin links; tokens then depend on where"
+    " the model is cut. All workers of a chain need the same.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
 @click.option("--allow-logits", is_flag=True, help="Let clients ask for whole logits, to compare with others. Not for production.")
@@ -86,6 +94,7 @@ def command(
     kv_memory: int,
     kv_precision: Any,
     prefix_cache: bool | None,
+    activation: Any,
     threads: int | None,
     log_format: str,
     allow_logits: bool,
@@ -108,6 +117,7 @@ def command(
             threads=threads,
             kv_memory_bytes=kv_memory,
             prefix_cache=prefix_cache,
+            activation=activation,
         )
         options = Options(
             bundle=bundle,

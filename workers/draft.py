@@ -105,7 +105,7 @@ class Drafts:
             stage_idx=0,
             is_last=True,
             vocab_size=draft.vocab_size,
-            hidden_size=draft.hidden_size,
+            row_width=draft.hidden_size,
             boundary=DType.F32,  # no hidden states leave or enter a model of one stage
             is_draft=True,
         )
@@ -217,7 +217,7 @@ class Drafts:
         ask.is_over = True
         return [(ask, None)]
 
-    def failed(self, run: Run, error: InferenceError | CapacityError) -> list[Instruction]:
+    def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
         """The engine failed on `run`: merged steps will run again, each alone; a single one is given up."""
         return self._tell(self._dropped(self.stage.failed(run, error.code, f"the draft: {error}")))
 

@@ -15,7 +15,6 @@ from typing import Protocol, cast
 import numpy as np
 import psutil
 
-from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError, StateLostError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, Status
@@ -38,6 +37,7 @@ from workers.instructions import (
     Run,
     RunDraft,
 )
+from workers.runners.boundary import Float32s, check_finite
 from workers.runners.runner import NO_TOKENS, Logits, Runner, RunSlice, StreamKey, TokenArray
 from workers.worker import Worker
 
@@ -200,7 +200,8 @@ class Server:
             if self._worker.stage(run.stage_idx).shape.is_last:
                 results = self._sampler.sample(cast(Logits, output), run.slices)
                 return self._worker.sampled(run, results, output, started_s=started_s, ended_s=self._clock())
-            _check_finite(output, run)
+            if output.dtype == np.float32:
+                check_finite(cast(Float32s, output), run.slices)
         except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
@@ -233,7 +234,7 @@ class Server:
         started_s = self._clock()
         try:
             results = draft.sampler.sample(cast(Logits, draft.runner.run(run.slices, None)), run.slices)
-        except (InferenceError, CapacityError) as error:
+        except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("the draft failed on %d steps: %s", len(run.steps), error)
             return self._drafts.failed(run, error)
         return self._drafts.sampled(run, results, started_s=started_s, ended_s=self._clock())
@@ -293,18 +294,4 @@ class Server:
             num_steps=stage.num_steps,
             num_tokens=stage.num_tokens,
             compute_ms=1e3 * stage.compute_s,
-        )
-
-
-def _check_finite(hidden: Tensor, run: Run) -> None:
-    """Stop what is no number at the stage where it comes up: the next one could not tell whose fault it is.
-
-    Raises:
-        InferenceError: naming the streams of the run.
-    """
-    if hidden.dtype == np.float32 and not np.isfinite(hidden).all():
-        streams = ", ".join(str(piece.key.stream) for piece in run.slices)
-        raise InferenceError(
-            f"the hidden states of stream {streams} are not finite: the weights are damaged, or a number in the model's layers grew out of"
-            " range; try --numerics exact, or another prompt"
         )

@@ -5,7 +5,7 @@ OpenVINO is imported where it is used, so that options can be checked, and a mis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, get_args
@@ -17,11 +17,14 @@ from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, InvalidOptionError, MissingExtraError
 from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
 from langchain_pshard.core.numerics import DType, Numerics
+from workers.draft import MAX_DRAFTS
+from workers.runners.boundary import Int8Boundary, check_hidden_size, row_width
 from workers.runners.runner import Runner, RunSlice, StreamKey
 
 RunnerName = Literal["paged", "stateful"]
 NumericsName = Literal["fast", "exact"]
 KvPrecision = Literal["f16", "f32", "u8"]
+ActivationName = Literal["f32", "int8"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
@@ -45,12 +48,15 @@ class Settings:
     """KV memory of each stage, and of the draft."""
     prefix_cache: bool | None = None
     """Whether prompts that begin alike share the KV of their beginning; None: where that is exact."""
+    activation: ActivationName = "f32"
+    """How hidden states cross from stage to stage; int8 takes about a quarter of the bytes, and tokens then depend on the cuts."""
     cache_dir: Path | None = None
     """Where compiled models are kept between starts; None: nowhere."""
 
     def __post_init__(self) -> None:
         _check_one_of("runner", self.runner, get_args(RunnerName))
         _check_one_of("numerics", self.numerics, get_args(NumericsName))
+        _check_one_of("activation", self.activation, get_args(ActivationName))
         if self.kv_precision is not None:
             _check_one_of("kv_precision", self.kv_precision, get_args(KvPrecision))
         if self.threads is not None and self.threads < 1:
@@ -87,19 +93,25 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
     """
     if not 0 <= stage_idx < manifest.num_stages:
         raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
+    if settings.activation == "int8":
+        check_hidden_size(manifest.hidden_size)
     return _make_runner(bundle / stage_dir(stage_idx), f"stage {stage_idx}", manifest, manifest.stages[stage_idx].span, settings)
 
 
 def make_draft_runner(bundle: Path, draft: DraftEntry, settings: Settings) -> Runner:
-    """The same for the bundle's draft model, which is one stage.
+    """The same for the bundle's draft model, which is one stage: nothing of it crosses to another.
 
     Raises:
         See `make_runner`.
     """
-    return _make_runner(bundle / DRAFT_DIR, "the draft", draft, draft.span, settings)
+    settings = replace(settings, activation="f32")
+    # Guesses are written one by one, and all of them may have to be taken back.
+    return _make_runner(bundle / DRAFT_DIR, "the draft", draft, draft.span, settings, num_taken_back=MAX_DRAFTS)
 
 
-def _make_runner(folder: Path, name: str, model: Manifest | DraftEntry, span: LayerSpan, settings: Settings) -> Runner:
+def _make_runner(
+    folder: Path, name: str, model: Manifest | DraftEntry, span: LayerSpan, settings: Settings, *, num_taken_back: int = 0
+) -> Runner:
     ov = _openvino()
     if settings.runner not in model.runners:
         raise InvalidOptionError(
@@ -129,9 +141,12 @@ def _make_runner(folder: Path, name: str, model: Manifest | DraftEntry, span: La
         windows=model.attention_windows[span.start : span.end],
         kv_memory_bytes=settings.kv_memory_bytes,
         has_prefix_cache=settings.has_prefix_cache,
+        num_taken_back=num_taken_back,
     )
     runner: Runner = PagedRunner(stage) if settings.runner == "paged" else StatefulRunner(stage)
-    _warm_up(runner, None if stage.is_first else model.hidden_size)
+    if settings.activation == "int8":
+        runner = Int8Boundary(runner, hidden_size=model.hidden_size, is_last=stage.is_last)
+    _warm_up(runner, None if stage.is_first else row_width(runner.numerics.boundary, model.hidden_size))
     return runner
 
 
@@ -187,8 +202,8 @@ def _choose_numerics(ov: ModuleType, activation_group_size: int, settings: Setti
     return numerics, properties
 
 
-def _warm_up(runner: Runner, hidden_size: int | None) -> None:
-    """Run each kind of kernel once: a prefill, one row, several rows. `hidden_size` is None on a first stage."""
+def _warm_up(runner: Runner, width: int | None) -> None:
+    """Run each kind of kernel once: a prefill, one row, several rows. `width` of a row of hidden states is None on a first stage."""
     key = StreamKey(ClientId("warm-up"), StreamId(0))
     num_prefill, num_rows = 16, 4
     runner.open(key, num_prefill + 1 + num_rows)
@@ -196,12 +211,12 @@ def _warm_up(runner: Runner, hidden_size: int | None) -> None:
         start = 0
         for count, kind in ((num_prefill, SliceKind.PREFILL), (1, SliceKind.ROWS), (num_rows, SliceKind.ROWS)):
             piece = RunSlice(key=key, start=start, tokens=np.zeros(count, dtype=np.int32), kind=kind, num_sampled=1)
-            runner.run([piece], None if hidden_size is None else _zeros(count, hidden_size, runner.numerics.boundary))
+            runner.run([piece], None if width is None else _zeros(count, width, runner.numerics.boundary))
             start += count
     finally:
         runner.close_stream(key)
 
 
-def _zeros(num_tokens: int, hidden_size: int, boundary: DType) -> Tensor:
-    hidden: Tensor = np.zeros((num_tokens, hidden_size), dtype=NUMPY_DTYPES[boundary])
+def _zeros(num_tokens: int, width: int, boundary: DType) -> Tensor:
+    hidden: Tensor = np.zeros((num_tokens, width), dtype=NUMPY_DTYPES[boundary])
     return hidden

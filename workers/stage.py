@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
 from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
@@ -42,7 +42,8 @@ class StageShape:
     stage_idx: int
     is_last: bool
     vocab_size: int
-    hidden_size: int
+    row_width: int
+    """Elements of a row of hidden states in the boundary's type."""
     boundary: DType
     is_draft: bool = False
     """The only stage of the draft model, not one of the bundle's."""
@@ -124,7 +125,7 @@ class Stage:
         if self.shape.stage_idx == 0:
             return None if hidden is None else "the first stage takes token ids, and a tensor came with them"
         dtype = NUMPY_DTYPES[self.shape.boundary]
-        wanted = (sum([step.num_tokens for step in steps]), self.shape.hidden_size)
+        wanted = (sum([step.num_tokens for step in steps]), self.shape.row_width)
         if hidden is not None and hidden.dtype == dtype and hidden.shape == wanted:
             return None
         found = "none" if hidden is None else f"{hidden.dtype}{list(hidden.shape)}"
@@ -134,7 +135,7 @@ class Stage:
         """Take in a step whose tensor passed `tensor_fault`; returns the slices that are refused at once (possibly none).
 
         Args:
-            hidden: [tokens of the step, hidden], or None on the first stage.
+            hidden: [tokens of the step, row_width], or None on the first stage.
         """
         if len(self._waiting) >= MAX_WAITING_STEPS:
             text = f"{MAX_WAITING_STEPS} steps wait at {self.shape.title} already: send less at once"

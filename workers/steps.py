@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from langchain_pshard.core.codec import Tensor, tensor_spec
 from langchain_pshard.core.errors import CapacityError, InferenceError, ProtocolError, StateLostError, WorkerLostError
-from langchain_pshard.core.messages import MicroBatch, SliceResult, StageTiming, Step, StepFailed, StepLogits, StepResult, WorkerId
+from langchain_pshard.core.messages import MicroBatch, SliceResult, StageTiming, Step, StepFailed, StepResult, WorkerId
 from langchain_pshard.transport.hub import Link
 from workers.instructions import Forward, Instruction, Reply, Run, WaitingStep
 from workers.membership import Client, Membership
@@ -115,8 +115,14 @@ class Steps:
             num_rows = sum(piece.num_sampled for piece in waiting.slices)
             tensor = _asked_for(waiting.slices, logits[first_row : first_row + num_rows])
             first_row += num_rows
-            held = None if tensor is None else _described(waiting.slices, tensor)
-            message = StepResult(epoch=step.epoch, step_id=step.step_id, results=own, timings=step.timings, logits=held)
+            message = StepResult(
+                epoch=step.epoch,
+                step_id=step.step_id,
+                results=own,
+                timings=step.timings,
+                logits=None if tensor is None else tensor_spec(tensor),
+                logits_of=tuple(piece.key.stream for piece in waiting.slices if piece.returns_logits),
+            )
             out.append(Reply(link=self._client_of(step).link, message=message, tensor=tensor))
         return out
 
@@ -167,10 +173,6 @@ def _asked_for(slices: Sequence[RunSlice], logits: Tensor) -> Tensor | None:
             parts.append(logits[begin : begin + piece.num_sampled])
         begin += piece.num_sampled
     return join_rows(parts)
-
-
-def _described(slices: Sequence[RunSlice], logits: Tensor) -> StepLogits:
-    return StepLogits(streams=tuple(piece.key.stream for piece in slices if piece.returns_logits), tensor=tensor_spec(logits))
 
 
 def _passed(waiting: WaitingStep, started_s: float, ended_s: float) -> Step:

@@ -55,6 +55,7 @@ from langchain_pshard.transport.hub import Arrived, Link
 from workers.draft import Drafts
 from workers.instructions import Forward, Instruction, Reply, ReplyPiece, ReplyStatus, Run
 from workers.membership import Client, Membership
+from workers.runners.boundary import row_width
 from workers.runners.runner import StreamKey
 from workers.stage import TOKEN_BUDGET, Stage, StageShape
 from workers.steps import Steps
@@ -98,7 +99,7 @@ class Worker:
                     stage_idx=offer.stage_idx,
                     is_last=offer.stage_idx == manifest.num_stages - 1,
                     vocab_size=manifest.vocab_size,
-                    hidden_size=manifest.hidden_size,
+                    row_width=row_width(identity.numerics.boundary, manifest.hidden_size),
                     boundary=identity.numerics.boundary,
                     allows_logits=offer.allows_logits,
                 ),

@@ -12,18 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.errors import ProtocolError
-from langchain_pshard.core.messages import Message, MicroBatch, StepResult, TensorSpec
-from langchain_pshard.core.numerics import DType
+from langchain_pshard.core.messages import Message, MicroBatch, StepResult
+from langchain_pshard.core.numerics import DType, TensorSpec
 
-Tensor = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-"""Hidden states: float32, or the bits of bf16 in uint16."""
+Tensor = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
+"""Hidden states: float32, the bits of bf16 in uint16, or int8 values and the bytes of their scales."""
 Buffer = bytes | bytearray | memoryview
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 256 << 20
 MAX_TENSOR_DIMS = 4
+MAX_LOGITS_BYTES = 16 << 20
+"""Of all slices of a step together."""
 
-NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {DType.F32: np.dtype("<f4"), DType.BF16: np.dtype("<u2")}
+NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {DType.F32: np.dtype("<f4"), DType.BF16: np.dtype("<u2"), DType.I8: np.dtype("i1")}
 _WIRE_DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
 
 _encoder = msgspec.msgpack.Encoder()
@@ -70,7 +72,7 @@ def _spec_in(message: Message) -> TensorSpec | None:
         case MicroBatch():
             return message.hidden
         case StepResult():
-            return None if message.logits is None else message.logits.tensor
+            return message.logits
         case _:
             return None
 

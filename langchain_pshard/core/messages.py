@@ -18,7 +18,7 @@ import msgspec
 
 from langchain_pshard.core.bundle import Fingerprint
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.numerics import DType, Numerics
+from langchain_pshard.core.numerics import Numerics, TensorSpec
 from langchain_pshard.core.roles import DraftOffer, EngineStatus, StageOffer, StageStatus
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
@@ -34,13 +34,6 @@ Epoch = NewType("Epoch", int)
 StepId = NewType("StepId", int)
 RequestId = NewType("RequestId", int)
 """Pairs a control request with its reply, per client and link."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Type and shape of the tensor frame that follows the header, row-major, little-endian."""
-
-    dtype: DType
-    shape: tuple[int, ...]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -117,8 +110,6 @@ class Fetched(_Message, frozen=True, kw_only=True, tag="fetched"):
 
 
 FETCH_CHUNK_BYTES = 128 << 10
-MAX_LOGITS_BYTES = 16 << 20
-"""Of all slices of a step together."""
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
@@ -191,8 +182,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_sampled: int
     """How many trailing positions the last stage samples a next token for."""
     returns_logits: bool = False
-    """Whether the last stage answers with the logits of those positions as well. For comparison only: a worker refuses unless it was
-    started for that."""
+    """Whether the last stage answers with the logits of those positions as well; refused by workers that were not started for it."""
 
     @property
     def num_tokens(self) -> int:
@@ -244,13 +234,6 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     """Token ids that the stream's grammar leaves no choice about, after those that count: the best of drafts for the next step."""
 
 
-class StepLogits(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The tensor beside a StepResult: the logits of the slices that asked for them, [positions, vocab] float32, stream after stream."""
-
-    streams: tuple[StreamId, ...]
-    tensor: TensorSpec
-
-
 class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
     """Last stage -> client: what a step came to. Slices that failed on the way are missing here and named in a `StepFailed`."""
 
@@ -258,8 +241,9 @@ class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
     step_id: StepId
     results: tuple[SliceResult, ...]
     timings: tuple[StageTiming, ...]
-    logits: StepLogits | None = None
-    """What the tensor beside it holds, for those who asked. Nearly always none."""
+    logits: TensorSpec | None = None
+    """Of the tensor beside it, [positions, vocab]: the logits that `logits_of` asked for, stream after stream. Nearly always none."""
+    logits_of: tuple[StreamId, ...] = ()
 
 
 class StreamFailure(msgspec.Struct, frozen=True, array_like=True):

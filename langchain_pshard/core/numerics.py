@@ -12,6 +12,15 @@ class DType(Enum):
 
     F32 = "f32"
     BF16 = "bf16"
+    I8 = "i8"
+    """Rows of int8 values, each followed by the bf16 scales of its groups (`workers.runners.boundary`)."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Type and shape of the tensor frame that follows the header, row-major, little-endian."""
+
+    dtype: DType
+    shape: tuple[int, ...]
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,8 +22,7 @@ class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
     allows_logits: bool = False
     """Whether slices may ask for their logits: the last stage of a worker that was started for comparison."""
     kv_stream_tokens: int | None = None
-    """Most KV positions that one stream takes of the capacity, however long it is, where every layer has a window; None: as many as it
-    has positions."""
+    """Most KV positions of one stream, however long it is, where every layer has a window; None: as many as it has."""
 
 
 class DraftOffer(msgspec.Struct, frozen=True, kw_only=True):

@@ -158,7 +158,7 @@ _REMEDIES = {
     "openvino": "install the same version of openvino everywhere",
     "inference_precision": "start all workers with --numerics exact, which every machine can do",
     "kv_precision": "start all workers with --numerics exact, which every machine can do",
-    "boundary": "start all workers with --numerics exact, which every machine can do",
+    "boundary": "start all workers with the same --activation",
 }
 
 

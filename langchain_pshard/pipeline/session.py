@@ -49,7 +49,7 @@ from langchain_pshard.pipeline.membership import Membership, Phase
 from langchain_pshard.pipeline.model_drafts import ModelDrafts
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.requests import ReplySink, Requests
-from langchain_pshard.pipeline.stream import Stream, StreamRequest
+from langchain_pshard.pipeline.stream import Stream, StreamRequest, logits_by_stream
 from langchain_pshard.pipeline.turns import Turns
 
 MAX_REJOINS = 2
@@ -244,7 +244,7 @@ class Session:
         if landing is None:
             return [], []  # a repeated answer
         results: dict[StreamId, SliceResult] = {result.stream: result for result in message.results}
-        logits = _logits_by_stream(message, tensor) if tensor is not None else {}
+        logits = logits_by_stream(message, tensor) if tensor is not None else {}
         delivers: list[Instruction] = []
         ended: list[tuple[Stream, PShardError | None]] = []
         for stream in [self._streams[stream_id] for stream_id in landing.streams]:
@@ -372,15 +372,3 @@ class Session:
 
     def _new_request(self) -> RequestId:
         return RequestId(next(self._request_ids))
-
-
-def _logits_by_stream(message: StepResult, tensor: Tensor) -> dict[StreamId, Tensor]:
-    """The rows of each stream that asked, as many as it has tokens; a stream whose rows are missing will say so."""
-    num_rows = {result.stream: len(result.tokens) // 4 for result in message.results}
-    found: dict[StreamId, Tensor] = {}
-    begin = 0
-    for stream in message.logits.streams if message.logits is not None else ():
-        end = begin + num_rows.get(stream, 0)
-        found[stream] = tensor[begin:end]
-        begin = end
-    return found

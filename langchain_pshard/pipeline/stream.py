@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from langchain_pshard.core.codec import Tensor, pack_tokens, unpack_tokens
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StepResult, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.account import Account
 from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer
@@ -309,3 +309,15 @@ class Stream:
 
 
 _NO_OFFER = Offer(())
+
+
+def logits_by_stream(message: StepResult, tensor: Tensor) -> dict[StreamId, Tensor]:
+    """The rows of each stream that asked, as many as it has tokens; a stream whose rows are missing will say so."""
+    num_rows = {result.stream: len(result.tokens) // 4 for result in message.results}
+    found: dict[StreamId, Tensor] = {}
+    begin = 0
+    for stream in message.logits_of:
+        end = begin + num_rows.get(stream, 0)
+        found[stream] = tensor[begin:end]
+        begin = end
+    return found

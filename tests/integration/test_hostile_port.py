@@ -37,10 +37,9 @@ from langchain_pshard.core.messages import (
     StepId,
     StepResult,
     StreamId,
-    TensorSpec,
     WorkerId,
 )
-from langchain_pshard.core.numerics import DType
+from langchain_pshard.core.numerics import DType, TensorSpec
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams

@@ -110,8 +110,8 @@ def test_a_worker_may_serve_several_stages() -> None:
             rf"name is fast at {A} and exact at {B}; .*--numerics",
         ),
         (
-            {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(boundary=DType.BF16))},
-            rf"boundary is f32 at {A} and bf16 at {B}; .*--numerics exact",
+            {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(boundary=DType.I8))},
+            rf"boundary is f32 at {A} and i8 at {B}; .*--activation",
         ),
         (
             {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(openvino="2026.3"))},

@@ -147,8 +147,7 @@ def test_choices(serve: Serve) -> None:
     ],
 )
 def test_a_tool_without_a_name_or_schema_is_refused_when_it_is_bound(wrong: Any, part: str) -> None:
-    model = ChatPShard(workers=WORKERS)  # never connects
-    with pytest.raises(ModelInvalidRequestError, match=part) as caught:
+    with ChatPShard(workers=WORKERS) as model, pytest.raises(ModelInvalidRequestError, match=part) as caught:  # never connects
         model.bind_tools([add, wrong])
     assert isinstance(caught.value, InvalidOptionError)
     with pytest.raises(ValidationError, match=part):

@@ -24,12 +24,10 @@ from langchain_pshard.core.messages import (
     StageTiming,
     Step,
     StepId,
-    StepLogits,
     StepResult,
     StreamId,
-    TensorSpec,
 )
-from langchain_pshard.core.numerics import DType
+from langchain_pshard.core.numerics import DType, TensorSpec
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 
@@ -81,9 +79,9 @@ def test_tensor_travels_untouched_and_uncopied(dtype: type[np.generic], wire: DT
 
 def test_logits_travel_beside_a_result() -> None:
     logits = np.arange(8, dtype=np.float32).reshape(2, 4)
-    held = StepLogits(streams=(StreamId(3),), tensor=tensor_spec(logits))
+    results = (SliceResult(StreamId(3), pack_tokens([1, 2])),)
     result = StepResult(
-        epoch=Epoch(1), step_id=StepId(4), results=(SliceResult(StreamId(3), pack_tokens([1, 2])),), timings=(), logits=held
+        epoch=Epoch(1), step_id=StepId(4), results=results, timings=(), logits=tensor_spec(logits), logits_of=(StreamId(3),)
     )
     message, tensor = decode(encode(result, logits))
     assert message == result

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from langchain_pshard.core.messages import MAX_LOGITS_BYTES, Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES
+from langchain_pshard.core.messages import Slice, SliceKind, StreamFailure, StreamId
 from langchain_pshard.core.numerics import DType
 from tests.support.fake_stages import HIDDEN, VOCAB, row, step
 from workers.instructions import Run
@@ -18,7 +19,7 @@ from workers.stage import MAX_STEP_TOKENS, MAX_WAITING_STEPS, Dropped, Stage, St
 
 
 def make_stage(stage_idx: int = 0, *, streams: Sequence[int] = (1, 2, 3), reserved: int = 32, token_budget: int = 1024) -> Stage:
-    shape = StageShape(stage_idx=stage_idx, is_last=False, vocab_size=VOCAB, hidden_size=HIDDEN, boundary=DType.F32)
+    shape = StageShape(stage_idx=stage_idx, is_last=False, vocab_size=VOCAB, row_width=HIDDEN, boundary=DType.F32)
     stage = Stage(shape, token_budget=token_budget)
     for stream in streams:
         stage.open(key(stream), reserved)

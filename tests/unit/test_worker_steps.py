@@ -8,7 +8,6 @@ import numpy as np
 from langchain_pshard.core.codec import pack_tokens, tensor_spec
 from langchain_pshard.core.errors import InferenceError
 from langchain_pshard.core.messages import (
-    DType,
     Epoch,
     MicroBatch,
     Slice,
@@ -16,12 +15,11 @@ from langchain_pshard.core.messages import (
     StageTiming,
     Step,
     StepFailed,
-    StepLogits,
     StepResult,
     StreamFailure,
     StreamId,
-    TensorSpec,
 )
+from langchain_pshard.core.numerics import DType, TensorSpec
 from langchain_pshard.transport.hub import Link
 from tests.support.fake_stages import HIDDEN, VOCAB, make_identity, row, step
 from tests.support.worker_bench import ANN, BOB, CHAIN_TWO, NEXT, Bench, join, key, request
@@ -144,7 +142,8 @@ def test_logits_go_to_those_who_asked_for_them() -> None:
     ann, bob = bench.worker.sampled(run, results, logits, started_s=100.0, ended_s=100.0)
     assert isinstance(ann, Reply)
     assert isinstance(ann.message, StepResult)
-    assert ann.message.logits == StepLogits(streams=(StreamId(1), StreamId(3)), tensor=TensorSpec(DType.F32, (3, VOCAB)))
+    assert ann.message.logits == TensorSpec(DType.F32, (3, VOCAB))
+    assert ann.message.logits_of == (StreamId(1), StreamId(3))
     np.testing.assert_array_equal(ann.tensor, logits[[0, 1, 3]])
     assert isinstance(bob, Reply)
     assert isinstance(bob.message, StepResult)
