@@ -70,6 +70,7 @@ class _WithPlan(click.Command):
 @click.option(
     "--group-size", type=int, default=128, show_default=True, help="int4 weights that share one scale; smaller is larger and closer."
 )
+@click.option("--awq", is_flag=True, help="Scale the layers before int4, without data, so that rounding costs less.")
 @click.option(
     "--measure/--no-measure",
     default=True,
@@ -100,6 +101,7 @@ def main(
     layers: tuple[int, ...] | None,
     weights: str,
     group_size: int,
+    awq: bool,
     measure: bool,
     embedding: str | None,
     head: str | None,
@@ -135,6 +137,7 @@ def main(
                 embedding=None if embedding is None else WeightMode(embedding),
                 head=None if head is None else WeightMode(head),
                 group_size=group_size,
+                awq=awq,
                 draft=draft,
                 draft_weights=None if draft_weights is None else WeightMode(draft_weights),
                 overwrite=overwrite,

@@ -40,18 +40,27 @@ class WeightModes:
     head: WeightMode
     group_size: int
     """int4 weights that share one scale, where it divides the channel count."""
+    awq: bool = False
+    """Whether layers are scaled before they are compressed (`awq.py`)."""
 
     @classmethod
-    def of(cls, layers: WeightMode, *, embedding: WeightMode | None, head: WeightMode | None, group_size: int) -> WeightModes:
+    def of(
+        cls, layers: WeightMode, *, embedding: WeightMode | None, head: WeightMode | None, group_size: int, awq: bool = False
+    ) -> WeightModes:
         """Modes as asked for; None is int8 where the layers are int4, else like the layers.
 
         Raises:
-            InvalidOptionError: a group size that is no power of two from 16, or fp32 asked for beside another mode.
+            InvalidOptionError: a group size that is no power of two from 16, fp32 asked for beside another mode, or awq for layers that
+                are not int4.
         """
         if group_size < 16 or group_size & (group_size - 1):
             raise InvalidOptionError(f"group size {group_size} is not usable: choose a power of two from 16, such as 32, 64 or 128")
         default = WeightMode.INT8 if layers is WeightMode.INT4 else layers
-        modes = cls(layers=layers, embedding=embedding or default, head=head or default, group_size=group_size)
+        if awq and layers is not WeightMode.INT4:
+            raise InvalidOptionError(
+                f"--awq goes with --weights int4 only, not with {layers.value}: it evens out groups that share a scale; leave it out"
+            )
+        modes = cls(layers=layers, embedding=embedding or default, head=head or default, group_size=group_size, awq=awq)
         for name, mode in (("embedding", modes.embedding), ("head", modes.head)):
             if mode is WeightMode.FP32 and layers is not WeightMode.FP32:
                 raise InvalidOptionError(f"--{name} fp32 goes with --weights fp32 only, not with {layers.value}: choose int4, int8 or fp16")

@@ -11,6 +11,7 @@ than itself, and what a decoded token costs there is still the weights it reads.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,13 +49,14 @@ class PartBytes:
     head: int
 
 
-def spans_to_measure(kinds: Sequence[Hashable], layer_bytes: Sequence[int]) -> tuple[LayerSpan, ...]:
+def spans_to_measure(kinds: Sequence[Hashable], layer_bytes: Sequence[int], num_stages: int = 1) -> tuple[LayerSpan, ...]:
     """The stages to measure: both ends with one layer each, one middle layer of each kind, and the longest run of one kind, cut to at
-    most `_LONG_RUN_LAYERS`. Pure.
+    most `_LONG_RUN_LAYERS`, and to what the largest stage of any cut has: measuring needs no more memory than exporting. Pure.
 
     Args:
         kinds: kind of each layer.
         layer_bytes: stored bytes of each layer.
+        num_stages: how many the model is cut into.
     """
     num_layers = len(kinds)
     middle = range(1, num_layers - 1)
@@ -68,8 +70,8 @@ def spans_to_measure(kinds: Sequence[Hashable], layer_bytes: Sequence[int]) -> t
     runs = [LayerSpan(start, end) for start, end in pairwise([*changes, num_layers - 1])]
     if runs:
         longest = max(runs, key=lambda run: run.num_layers)  # of equal ones the first
-        fitting = max(2, _LONG_RUN_BYTES // max(1, layer_bytes[longest.start]))
-        spans.add(LayerSpan(longest.start, longest.start + min(longest.num_layers, _LONG_RUN_LAYERS, fitting)))
+        fitting = min(_LONG_RUN_BYTES // max(1, layer_bytes[longest.start]), math.ceil(num_layers / num_stages))
+        spans.add(LayerSpan(longest.start, longest.start + min(longest.num_layers, _LONG_RUN_LAYERS, max(2, fitting))))
     return tuple(sorted(spans))
 
 

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from export_tools import budget, genai
+from export_tools.awq import check as check_scalable
 from export_tools.compress import WeightModes, activation_group_size
 from export_tools.costs import PartBytes, measure_costs, spans_to_measure
 from export_tools.draft import check_same_tokens, cut_draft, draft_entry
@@ -53,6 +54,7 @@ def export_bundle(
     embedding: WeightMode | None = None,
     head: WeightMode | None = None,
     group_size: int = 128,
+    awq: bool = False,
     draft: str | None = None,
     draft_weights: WeightMode | None = None,
     overwrite: bool = False,
@@ -64,9 +66,8 @@ def export_bundle(
 ) -> Manifest:
     """Export a model into a bundle that appears at `out` whole or not at all.
 
-    One shard is in memory at a time: at most twice its float32 weights and 1.5 GiB; measuring holds a few short samples, which may be more
-    where stages have few layers. An interrupted export leaves its finished shards in a hidden folder beside `out`; the same call continues
-    there.
+    One shard is in memory at a time: at most twice its float32 weights and 1.5 GiB. An interrupted export leaves its finished shards in a
+    hidden folder beside `out`; the same call continues there.
 
     Args:
         source: a model folder, a .gguf file, a hub id, or "demo".
@@ -78,6 +79,7 @@ def export_bundle(
         embedding: how the embedding is stored; None is int8 where the layers are int4, else like the layers.
         head: the same for the output head.
         group_size: int4 weights per scale; smaller where it does not divide a channel count.
+        awq: scale the layers before int4, so that groups lose less; a layer keeps the same bytes whatever the split.
         draft: a small model with the same tokenizer, named like `source`, that guesses tokens for this one to verify; it becomes one more
             shard of the bundle, uncut.
         draft_weights: how its layers' weights are stored; None is like `weights`.
@@ -100,7 +102,7 @@ def export_bundle(
         UsageError: the bundle cannot be written, or memory or disk would not hold it.
     """
     progress = progress or SilentProgress()
-    modes = WeightModes.of(weights, embedding=embedding, head=head, group_size=group_size)
+    modes = WeightModes.of(weights, embedding=embedding, head=head, group_size=group_size, awq=awq)
     draft_modes = _draft_modes(draft, draft_weights, modes)
     recover_target(out)
     check_target(out, overwrite=overwrite)
@@ -115,6 +117,8 @@ def export_bundle(
     text = load_text_parts(found, progress)
     draft_cut = None if draft is None else _draft_cut(draft, draft_modes, found, text, progress, trusts_code=trusts_code)
     reader = open_weights(found, progress)
+    if modes.awq:
+        check_scalable(reader.empty_layers, origin=found.location, architecture=shape.architecture)
     sizes = reader.sizes()
     stored = part_bytes(sizes, modes)
     key = export_key(
@@ -128,13 +132,14 @@ def export_bundle(
         }
     )
     given = None if layers is None else spans_from_counts(layers, shape.num_layers, num_stages)
+    num_spans = len(given) if given else num_stages or 1
     disk_bytes = 0
     if draft_cut is not None:
         disk_bytes = _check_memory(draft_cut.sizes, draft_cut.spans, draft_cut.modes, is_draft=True).disk
     if measure:  # which takes a while: what no cut could help is refused before
-        _check_memory(sizes, given or lightest_spans(sizes, num_stages or 1), modes)
-    costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, progress) if measure else None
-    spans = given or balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
+        _check_memory(sizes, given or lightest_spans(sizes, num_spans), modes)
+    costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, num_spans, progress) if measure else None
+    spans = given or balanced_spans(*cutting_costs(costs, stored), num_spans)
     disk_bytes += _check_memory(sizes, spans, modes).disk
     cut = Cut(
         source=found,
@@ -234,11 +239,11 @@ def _check_memory(sizes: WeightSizes, spans: tuple[LayerSpan, ...], modes: Weigh
 
 
 def _measured(
-    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
+    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, num_stages: int, progress: Progress
 ) -> ModelCosts:
     """Time a few short spans, each read by itself."""
     kinds = reader.layer_kinds()
-    samples = spans_to_measure(kinds, stored.layers)
+    samples = spans_to_measure(kinds, stored.layers, num_stages)
     budget.check_measuring(sizes, samples, modes, psutil.virtual_memory().available)
     return measure_costs(
         lambda span: cut_stage(reader.read(span), source.shape, span),
@@ -288,6 +293,7 @@ def _manifest(
         costs=costs,
         verification=verification,
         draft=draft,
+        awq=modes.awq,
     ).sealed()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_tools import genai, verify
+from export_tools import awq, genai, verify
 from export_tools.compress import WeightModes, compress_stage, save_stage
 from export_tools.convert import convert_stage
 from export_tools.progress import Progress
@@ -123,7 +123,10 @@ def _write_shard(cut: Cut, progress: Progress, span: LayerSpan, folder: Path, in
         with progress.task(f"{title}: running the unsplit model's layers"):
             outputs = verify.run_reference(model, shape, span, inputs)
     with progress.task(f"{title}: converting"):
-        graph = convert_stage(cut_stage(model, shape, span), shape)
+        stage = cut_stage(model, shape, span)
+        if cut.modes.awq:
+            awq.rescale(stage.layers.values())  # after the unsplit model has run: these are its weights
+        graph = convert_stage(stage, shape)
         make_stateful(graph, shape, span)
     with progress.task(f"{title}: compressing to {cut.modes.layers.value}"):
         compress_stage(graph, cut.modes)

@@ -85,9 +85,14 @@ class WeightReader:
         """How large each part is."""
         return sizes_of(self._shapes, is_tied=self._is_tied())
 
+    @property
+    def empty_layers(self) -> Any:
+        """The decoder layers, with shapes but no data."""
+        return self._shapes.model.layers
+
     def layer_kinds(self) -> tuple[Hashable, ...]:
         """See `layer_kinds`."""
-        return layer_kinds(self._shapes.model.layers)
+        return layer_kinds(self.empty_layers)
 
     def read(self, span: LayerSpan, on_bytes: Callable[[int], None] = lambda _: None) -> Any:
         """A float32 model that holds the layers of `span`, with the embedding for the first and norm and head for the last.

@@ -37,8 +37,8 @@ from langchain_pshard.tools import as_choice, as_tools
 
 _VERSION = software_version()
 _MAX_BATCH_THREADS = 256
-_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens")
-_LOCAL_ONLY = {"runner": "paged", "numerics": "fast", "kv_memory": None, "kv_precision": None, "threads": None}
+_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens", "prefix_cache")
+_LOCAL_ONLY = {"runner": None, "numerics": "fast", "kv_memory": None, "kv_precision": None, "threads": None}
 
 
 class ChatPShard(CallOptions, BaseChatModel):
@@ -71,8 +71,8 @@ class ChatPShard(CallOptions, BaseChatModel):
     """Name in traces and metadata; None takes the model's own."""
     connect_timeout: float = 30.0
     """Longest wait for workers to answer, in seconds."""
-    runner: Literal["paged", "stateful"] = "paged"
-    """Engine of local workers."""
+    runner: Literal["paged", "stateful"] | None = None
+    """Engine of local workers; None is `paged`, or what the bundle says its graphs can run on (Gemma 2: `stateful`)."""
     numerics: Literal["fast", "exact"] = "fast"
     """Precision of local workers: float32 with quantized activations, or float32 throughout, which is slower."""
     kv_memory: str | None = None
@@ -299,6 +299,8 @@ class ChatPShard(CallOptions, BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         fleet = {"bundle": str(self.bundle)} if self.bundle is not None else {"workers": sorted(self.workers or ())}
         options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in _TEXT_DOES_NOT_DEPEND_ON}
+        if self.prefix_cache == "all":  # the one value that is not exact
+            options["prefix_cache"] = self.prefix_cache
         return {
             "model_name": self.model_name,
             "fingerprint": self._fingerprint(),

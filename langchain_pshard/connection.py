@@ -31,7 +31,7 @@ class FleetSettings:
     bundle: Path | None
     workers: frozenset[str]
     connect_timeout_s: float
-    runner: str
+    runner: str | None
     numerics: str
     kv_memory: str | None
     kv_precision: str | None

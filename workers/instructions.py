@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from langchain_pshard.core.bundle import FileEntry
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.grammar import Grammar
@@ -14,8 +16,7 @@ from workers.rows import join_rows
 from workers.runners.runner import RunSlice, StreamKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Send a message to whoever is at the end of a link; when the link is gone, so is the need for it."""
 
     link: Link
@@ -95,8 +96,7 @@ class CloseDraft:
     key: StreamKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Forward:
+class Forward(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Send steps on to the next worker; a link that cannot take them comes back through `Worker.not_sent`."""
 
     link: Link
@@ -104,8 +104,7 @@ class Forward:
     hidden: Tensor  # [tokens, hidden]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaitingStep:
+class WaitingStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One client's step at one stage: the slices that passed every check, and their rows."""
 
     step: Step

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
@@ -31,6 +32,7 @@ for the largest inference it ever ran: 1,024 tokens took 120 MiB more than 512 o
 MAX_STEP_TOKENS = 8192
 """Tokens of one step; keeps a forwarded tensor below the codec's limit for hidden sizes up to 8192."""
 MAX_WAITING_STEPS = 1024
+_TOKEN = np.dtype("<i4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,9 @@ class StageShape:
     vocab_size: int
     hidden_size: int
     boundary: DType
-    allows_logits: bool = False
     is_draft: bool = False
     """The only stage of the draft model, not one of the bundle's."""
+    allows_logits: bool = False
 
     @property
     def title(self) -> str:
@@ -52,16 +54,14 @@ class StageShape:
         return "the draft" if self.is_draft else f"stage {self.stage_idx}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class Dropped(msgspec.Struct, frozen=True, kw_only=True):
     """Slices of a step that go no further, for the client to hear of."""
 
     step: Step
     failures: tuple[StreamFailure, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch, or the attempt to make one, came to."""
 
     run: Run | None
@@ -124,7 +124,7 @@ class Stage:
         if self.shape.stage_idx == 0:
             return None if hidden is None else "the first stage takes token ids, and a tensor came with them"
         dtype = NUMPY_DTYPES[self.shape.boundary]
-        wanted = (sum(piece.num_tokens for step in steps for piece in step.slices), self.shape.hidden_size)
+        wanted = (sum([step.num_tokens for step in steps]), self.shape.hidden_size)
         if hidden is not None and hidden.dtype == dtype and hidden.shape == wanted:
             return None
         found = "none" if hidden is None else f"{hidden.dtype}{list(hidden.shape)}"
@@ -139,7 +139,7 @@ class Stage:
         if len(self._waiting) >= MAX_WAITING_STEPS:
             text = f"{MAX_WAITING_STEPS} steps wait at {self.shape.title} already: send less at once"
             return all_dropped(step, CapacityError.code, text)
-        num_tokens = sum(piece.num_tokens for piece in step.slices)
+        num_tokens = step.num_tokens
         if num_tokens > MAX_STEP_TOKENS:
             text = f"a step of {num_tokens} tokens; at most {MAX_STEP_TOKENS} are allowed: send several"
             return all_dropped(step, ProtocolError.code, text)
@@ -152,7 +152,7 @@ class Stage:
         slices: list[RunSlice] = []
         failures: dict[StreamId, StreamFailure] = {}
         for idx, piece in enumerate(step.slices):
-            tokens = np.frombuffer(piece.tokens[: piece.num_tokens * 4], dtype="<i4")
+            tokens = np.frombuffer(piece.tokens[: piece.num_tokens * 4], _TOKEN)
             fault = "the stream comes twice in one step" if times.get(piece.stream, 1) > 1 else self._fault(piece, tokens)
             key = StreamKey(step.client, piece.stream)
             if fault:
@@ -178,7 +178,7 @@ class Stage:
                 )
             )
         if slices:
-            rows = pick_rows([piece.num_tokens for piece in step.slices], kept, hidden)
+            rows = hidden if not failures else pick_rows([piece.num_tokens for piece in step.slices], kept, hidden)
             self._waiting.append(WaitingStep(step=step, slices=tuple(slices), hidden=rows, arrived_s=now_s))
         return Dropped(step=step, failures=tuple(failures.values()))
 
@@ -195,7 +195,7 @@ class Stage:
         if piece.kind is SliceKind.PREFILL and num_tokens == 1 and piece.start > 0:
             return f"a prefill chunk of one token at position {piece.start}; join it to its neighbour or send it as a row"
         # A decode row is one token, and two reductions over it cost more than everything else here.
-        lowest, highest = (int(tokens[0]),) * 2 if num_tokens == 1 else (int(tokens.min()), int(tokens.max()))
+        lowest, highest = (tokens.item(),) * 2 if num_tokens == 1 else (int(tokens.min()), int(tokens.max()))
         if lowest < 0 or highest >= self.shape.vocab_size:
             return f"token id {lowest if lowest < 0 else highest} in a vocabulary of {self.shape.vocab_size}"
         return None
@@ -284,7 +284,7 @@ class Stage:
         for piece in run.slices:
             self._streams[piece.key].length = piece.start  # what lies beyond is undefined
         if len(run.steps) > 1:
-            self._waiting.extendleft(replace(waiting, is_alone=True) for waiting in reversed(run.steps))
+            self._waiting.extendleft(msgspec.structs.replace(waiting, is_alone=True) for waiting in reversed(run.steps))
             return ()
         waiting = run.steps[0]
         failures = tuple(StreamFailure(piece.key.stream, code, message) for piece in waiting.slices)
@@ -298,7 +298,7 @@ def _only(waiting: WaitingStep, kept: list[int]) -> WaitingStep | None:
     if not kept:
         return None
     rows = pick_rows([len(piece.tokens) for piece in waiting.slices], kept, waiting.hidden)
-    return replace(waiting, slices=tuple(waiting.slices[idx] for idx in kept), hidden=rows)
+    return msgspec.structs.replace(waiting, slices=tuple(waiting.slices[idx] for idx in kept), hidden=rows)
 
 
 def all_dropped(step: Step, code: str, message: str) -> Dropped:

@@ -46,9 +46,10 @@ class Steps:
         out: list[Instruction] = []
         first = 0
         for step in batch.steps:
-            num_tokens = sum(piece.num_tokens for piece in step.slices)
-            rows = hidden[first : first + num_tokens] if hidden is not None and not fault else None
-            first += num_tokens
+            rows = hidden
+            if len(batch.steps) > 1 and hidden is not None and not fault:
+                rows = hidden[first : first + step.num_tokens]
+                first += step.num_tokens
             client = self._members.find(step.client)
             if client is None or step.epoch < client.epoch:
                 continue
@@ -134,7 +135,7 @@ class Steps:
         first = 0
         for waiting in run.steps:
             step = _passed(waiting, started_s, ended_s)
-            rows = hidden[first : first + waiting.num_tokens]
+            rows = hidden if len(run.steps) == 1 else hidden[first : first + waiting.num_tokens]
             first += waiting.num_tokens
             hop = self._client_of(step).chain[stage_idx]
             if hop.worker == self._worker:

@@ -233,6 +233,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """None: the export was told not to verify."""
     draft: DraftEntry | None = None
     """None: exported without a draft model."""
+    awq: bool = False
+    """Whether the layers were scaled before they became int4. Their graphs are like others'."""
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)
@@ -258,6 +260,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def best_runner(self) -> str:
+        """The engine to take where nobody asks for another: paged where the graphs allow it."""
+        return "paged" if "paged" in self.runners else self.runners[0]
 
     @property
     def computed_fingerprint(self) -> Fingerprint:

@@ -42,7 +42,7 @@ def encode(message: Message, tensor: Tensor | None = None) -> list[Buffer]:
     header = _encoder.encode(message)
     if tensor is None:
         return [header]
-    return [header, np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data]
+    return [header, np.ascontiguousarray(tensor).data.cast("B")]
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Message, Tensor | None]:
@@ -80,7 +80,7 @@ def _spec_in(message: Message) -> TensorSpec | None:
 def _view(spec: TensorSpec, data: Buffer) -> Tensor:
     dtype = NUMPY_DTYPES[spec.dtype]
     # Bounded before they are multiplied or reach numpy, which refuses what it cannot address with errors of its own, zero bytes or not.
-    if not 1 <= len(spec.shape) <= MAX_TENSOR_DIMS or not all(0 < size <= MAX_TENSOR_BYTES for size in spec.shape):
+    if not 1 <= len(spec.shape) <= MAX_TENSOR_DIMS or min(spec.shape) < 1 or max(spec.shape) > MAX_TENSOR_BYTES:
         raise ProtocolError(
             f"tensor of {len(spec.shape)} dimensions, the first {list(spec.shape[:MAX_TENSOR_DIMS])};"
             f" valid: 1 to {MAX_TENSOR_DIMS}, each above 0"
@@ -91,12 +91,12 @@ def _view(spec: TensorSpec, data: Buffer) -> Tensor:
             f"tensor {spec.dtype.value}{list(spec.shape)} takes {num_bytes} bytes, the frame has {len(data)};"
             f" at most {MAX_TENSOR_BYTES} are allowed"
         )
-    return np.frombuffer(data, dtype=dtype).reshape(spec.shape)
+    return np.ndarray(spec.shape, dtype, data)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as int32 little-endian bytes."""
-    return np.asarray(tokens, dtype="<i4").tobytes()
+    return struct.pack(f"<{len(tokens)}i", *tokens)  # several times as fast as numpy for the few that a step has
 
 
 def unpack_tokens(data: bytes) -> list[int]:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from langchain_pshard.core.messages import Message, StreamId
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Make a fresh link to this worker, giving up the old one with whatever is queued on it."""
 
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to the worker at this address. It may get lost; whoever asked repeats it or gives up in time."""
 
     address: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """Hand something to whoever waits for it. When nobody does (the sink says False), the stream is cancelled."""
 
     sink: Callable[[Any], bool]
@@ -33,8 +31,7 @@ class Deliver:
     stream: StreamId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(msgspec.Struct, frozen=True):
     """Write a line into the log: something that no caller has to act on, and whoever runs the fleet wants to know."""
 
     text: str

@@ -46,8 +46,8 @@ class LocalFleet:
         kv_memory: str | None = None,
         kv_precision: str | None = None,
         prefix_cache: bool | None = None,
-        allow_logits: bool = False,
         drafts: bool = False,
+        allow_logits: bool = False,
         start_timeout_s: float = 300.0,
     ) -> None:
         """Start the workers and wait until every stage is warm.
@@ -55,13 +55,13 @@ class LocalFleet:
         Args:
             bundle: folder of the bundle.
             num_threads: inference threads of each worker; None shares the cores among the stages.
-            runner: `paged` or `stateful`; None is the worker's default, as for the next ones.
-            numerics: `fast` or `exact`.
+            runner: `paged` or `stateful`; None is the best that the bundle's graphs can run on.
+            numerics: `fast` or `exact`; None is the worker's default, as for the next ones.
             kv_memory: KV memory of each stage, with a unit: `1GiB`.
             kv_precision: type of the KV: `f16`, `f32` or `u8`.
             prefix_cache: whether prompts that begin alike share the KV of their beginning.
-            allow_logits: whether clients may ask for whole logits (`PipelineClient.logits`), for comparison.
             drafts: serve the bundle's draft model too, beside the last stage.
+            allow_logits: whether clients may ask for whole logits (`PipelineClient.logits`), for comparison.
             start_timeout_s: longest wait for all workers together.
 
         Raises:
@@ -80,9 +80,17 @@ class LocalFleet:
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
-        values = {"threads": num_threads or max(1, _num_cores() // num_stages), "runner": runner, "numerics": numerics}
-        values |= {"kv-memory": kv_memory, "kv-precision": kv_precision, "prefix-cache": prefix_cache, "allow-logits": allow_logits or None}
-        options = _options(values)
+        options = _options(
+            {
+                "threads": num_threads or max(1, _num_cores() // num_stages),
+                "runner": runner or manifest.best_runner,
+                "numerics": numerics,
+                "kv-memory": kv_memory,
+                "kv-precision": kv_precision,
+                "prefix-cache": prefix_cache,
+                "allow-logits": allow_logits or None,
+            }
+        )
         self._options = [[*options, *(["--draft"] if drafts and idx == num_stages - 1 else [])] for idx in range(num_stages)]
         self._start_timeout_s = start_timeout_s
         self._lock = threading.RLock()

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from langchain_pshard.core.messages import StreamId
 from langchain_pshard.pipeline.step_costs import StepCosts
@@ -37,8 +38,7 @@ MAX_GROUPS = 16
 MAX_CHUNKS_IN_FLIGHT = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilling:
+class Prefilling(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that has prompt tokens to send."""
 
     stream: StreamId
@@ -47,8 +47,7 @@ class Prefilling:
     """Of one chunk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """All that the choice depends on, the costs apart."""
 
     num_in_flight: int
@@ -69,14 +68,12 @@ class Situation:
     """Counts micro-batches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     stream: StreamId
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The next micro-batch."""
 
     rows: tuple[StreamId, ...]

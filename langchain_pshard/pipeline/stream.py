@@ -244,7 +244,7 @@ class Stream:
             if self.num_prompt_left or self.num_in_flight:
                 return Delivery((), None, self._account.stats(), None, logits)
             sampled = sampled[-1:]
-        forced = unpack_tokens(result.forced) if result is not None else []
+        forced = unpack_tokens(result.forced) if result is not None and result.forced else []
         self._check_ids(forced)
         new = self._accept(sampled)
         self._forced = tuple(forced)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from langchain_pshard.core.errors import PShardError
 from langchain_pshard.core.messages import Slice, SliceKind, StageTiming, StepId, StreamId
@@ -21,8 +22,7 @@ from langchain_pshard.pipeline.stream import Stream
 _ROWS_FORGET = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """A micro-batch to send; without slices when all its streams failed."""
 
     step_id: StepId
@@ -31,21 +31,19 @@ class Turn:
     """Streams whose drafter failed."""
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct):
     """A micro-batch on its way."""
 
     sent_at: float
     num_rows: int
     num_prompt_tokens: int
-    awaited: set[StreamId] = field(default_factory=set)
+    awaited: set[StreamId]
     """Streams whose slices have not been answered."""
-    rows: set[StreamId] = field(default_factory=set)
+    rows: set[StreamId]
     """Those of them that decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(msgspec.Struct, frozen=True):
     """A micro-batch that came back."""
 
     streams: tuple[StreamId, ...]

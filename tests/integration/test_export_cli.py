@@ -51,7 +51,7 @@ def test_export_names_the_workers_to_start(model: Path, tmp_path: Path) -> None:
     manifest = load_manifest(bundle)
     lines = result.stdout.splitlines()
     assert lines[0] == f"tiny-llama (llama, int4, group 128) in 2 stages, fingerprint {manifest.fingerprint[:12]}"
-    assert lines[-2:] == [f'  pshard-worker "{bundle}" --stage {idx}' for idx in (0, 1)]
+    assert lines[-2:] == [f"  pshard-worker '{bundle}' --stage {idx}" for idx in (0, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["my bundle"]
 
 
@@ -63,6 +63,7 @@ def test_export_names_the_workers_to_start(model: Path, tmp_path: Path) -> None:
         (["--layers", "2,2", "--stages", "3"], ["2 stages", "3 were asked"]),
         (["--stages", "5"], ["5 stages", "4 layers"]),
         (["--group-size", "100"], ["group size 100", "power of two"]),
+        (["--awq", "--weights", "int8"], ["--awq", "int8", "int4 only"]),
     ],
 )
 def test_options_that_contradict_the_model(model: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import openvino as ov
 import pytest
 
+from export_tools.export import export_bundle
 from langchain_pshard.core.bundle import WeightMode, load_manifest
 from tests.support.bundles import DemoBundle, TinyBundle
 from tests.support.graphs import stage_models, weight_constants
+from tests.support.models import build_tiny
 from tests.support.runners import running_chain
 from workers.shard import Settings
 
@@ -50,6 +55,23 @@ def test_compressed_layers_do_not_depend_on_the_split(tiny_bundle: TinyBundle, a
     assert len(compressed) == 4 * products + (0 if weights is WeightMode.INT4 else 2)  # the embedding and the head
     for split in splits:
         assert whole.items() <= split.items()
+
+
+def test_scaled_layers_do_not_depend_on_the_split_either(tmp_path: Path) -> None:
+    model = build_tiny("qwen2_moe", tmp_path / "model")  # a dense layer between sparse ones
+    options: dict[str, Any] = {"weights": WeightMode.INT4, "group_size": 32, "verify_shards": False}
+    found = []
+    for num_stages in COUNTS:
+        manifest = export_bundle(str(model), tmp_path / str(num_stages), num_stages=num_stages, awq=True, **options)
+        assert load_manifest(tmp_path / str(num_stages)).awq is manifest.awq is True
+        found.append(weight_constants(stage_models(tmp_path / str(num_stages))))
+    for split in found[1:]:
+        assert found[0].items() <= split.items()
+    export_bundle(str(model), tmp_path / "plain", **options)
+    plain = weight_constants(stage_models(tmp_path / "plain"))
+    changed = {name for name, constant in plain.items() if found[0][name] != constant}
+    assert changed
+    assert all("up_proj" in name or "down_proj" in name for name in changed)
 
 
 @pytest.mark.real_model

@@ -99,9 +99,9 @@ def make_identity(
     *served: int,
     capacity: int = 1024,
     tokenizer_files: tuple[FileEntry, ...] = (),
-    allows_logits: bool = False,
     has_draft: bool = False,
     drafts: bool = False,
+    allows_logits: bool = False,
 ) -> Identity:
     """A worker that serves the stages `served` of a model of `num_stages`; the bundle may have a draft model, and the worker serve it."""
     offers = (

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from langchain_pshard.chat_models import ChatPShard
 from langchain_pshard.core.errors import ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
+from langchain_pshard.prompt import TemplateError
 from tests.support.fake_client import WORKERS, FakeClient, Serve, connections
 
 
@@ -234,6 +235,15 @@ def test_context_overflow_is_langchains_own_too(serve: Serve) -> None:
     assert isinstance(caught.value, ContextOverflowError)
 
 
+def test_a_template_that_fails_names_its_line(serve: Serve) -> None:
+    serve(chat_template="{{ bos_token }}\n{{ raise_exception('no such turn') }}")
+    with ChatPShard(workers=WORKERS) as model:
+        for call in (model.invoke, model.get_num_tokens_from_messages, lambda messages: asyncio.run(model.ainvoke(messages))):
+            with pytest.raises(ModelInvalidRequestError, match=r"line 2.*no such turn") as caught:
+                call([HumanMessage("Hi")])
+            assert isinstance(caught.value, TemplateError)
+
+
 def test_a_closed_stream_stops_the_work(serve: Serve) -> None:
     client = serve(["a"] * 10)
     with ChatPShard(workers=WORKERS) as model:
@@ -313,7 +323,7 @@ def test_imports_stay_light() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
+def test_what_changes_the_speed_is_an_option_of_a_call_and_not_of_the_text(serve: Serve) -> None:
     client = serve(["a"])
     with ChatPShard(workers=WORKERS, draft_tokens=4) as model:
         model.invoke("Hi")
@@ -322,6 +332,9 @@ def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
         model.invoke("Hi", draft="model")
         asked = [(params.draft, params.draft_tokens) for params in client.params]
         assert asked == [("auto", 4), (None, 4), ("ngram", "auto"), ("model", 4)]
-        assert "draft" not in model._identifying_params
+        model.invoke("Hi", prefix_cache=False)
+        assert [params.prefix_cache for params in client.params] == [True, True, True, True, False]
+        assert not {"draft", "draft_tokens", "prefix_cache"} & model._identifying_params.keys()
+        assert model.model_copy(update={"prefix_cache": "all"})._identifying_params["prefix_cache"] == "all"
         with pytest.raises(InvalidOptionError, match="draft_tokens=0"):
             model.invoke("Hi", draft_tokens=0)

@@ -58,6 +58,8 @@ def test_few_stages_are_measured() -> None:
     large = [200 * MIB] * 18
     assert LayerSpan(1, 3) in spans_to_measure("a" * 18, large)
     assert LayerSpan(1, 5) not in spans_to_measure("a" * 18, large)
+    for num_stages, longest in ((1, 4), (6, 3), (9, 2), (18, 2)):  # no longer than the largest stage, as far as it still tells layers apart
+        assert LayerSpan(1, 1 + longest) == max(spans_to_measure("a" * 18, small, num_stages), key=lambda span: span.num_layers)
     # a dense first layer, two of another kind, then the rest
     assert spans_to_measure("dxxbbbbb", small) == (
         LayerSpan(0, 1),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +27,7 @@ class StreamKey(NamedTuple):
     stream: StreamId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSlice:
+class RunSlice(msgspec.Struct, frozen=True, kw_only=True):
     """A slice that passed the one step rule: `start` is at most the length the runner holds; beyond it the runner forgets."""
 
     key: StreamKey
