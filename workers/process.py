@@ -16,7 +16,8 @@ import psutil
 
 from langchain_pshard.core.bundle import DraftEntry, Manifest, load_manifest, verify_files
 from langchain_pshard.core.errors import AddressInUseError, InvalidOptionError
-from langchain_pshard.core.messages import DraftOffer, StageOffer, WorkerId
+from langchain_pshard.core.messages import WorkerId
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.core.version import software_version
 from langchain_pshard.transport.address import Address
 from langchain_pshard.transport.hub import Hub

@@ -17,7 +17,8 @@ import psutil
 
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError, StateLostError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, EngineStatus, Fetched, Message, Refused, SliceResult, StageStatus, Status
+from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, Status
+from langchain_pshard.core.roles import EngineStatus, StageStatus
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
 from workers.draft import Drafts

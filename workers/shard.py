@@ -17,6 +17,7 @@ from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, InvalidOptionError, MissingExtraError
 from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
 from langchain_pshard.core.numerics import DType, Numerics
+from workers.draft import MAX_DRAFTS
 from workers.runners.boundary import Int8Boundary, check_hidden_size, row_width
 from workers.runners.runner import Runner, RunSlice, StreamKey
 
@@ -103,10 +104,14 @@ def make_draft_runner(bundle: Path, draft: DraftEntry, settings: Settings) -> Ru
     Raises:
         See `make_runner`.
     """
-    return _make_runner(bundle / DRAFT_DIR, "the draft", draft, draft.span, replace(settings, activation="f32"))
+    settings = replace(settings, activation="f32")
+    # Guesses are written one by one, and all of them may have to be taken back.
+    return _make_runner(bundle / DRAFT_DIR, "the draft", draft, draft.span, settings, num_taken_back=MAX_DRAFTS)
 
 
-def _make_runner(folder: Path, name: str, model: Manifest | DraftEntry, span: LayerSpan, settings: Settings) -> Runner:
+def _make_runner(
+    folder: Path, name: str, model: Manifest | DraftEntry, span: LayerSpan, settings: Settings, *, num_taken_back: int = 0
+) -> Runner:
     ov = _openvino()
     if settings.runner not in model.runners:
         raise InvalidOptionError(
@@ -136,6 +141,7 @@ def _make_runner(folder: Path, name: str, model: Manifest | DraftEntry, span: La
         windows=model.attention_windows[span.start : span.end],
         kv_memory_bytes=settings.kv_memory_bytes,
         has_prefix_cache=settings.has_prefix_cache,
+        num_taken_back=num_taken_back,
     )
     runner: Runner = PagedRunner(stage) if settings.runner == "paged" else StatefulRunner(stage)
     if settings.activation == "int8":

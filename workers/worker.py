@@ -32,7 +32,6 @@ from langchain_pshard.core.messages import (
     Close,
     Draft,
     Drafted,
-    DraftOffer,
     Fetch,
     Fetched,
     GetStatus,
@@ -46,12 +45,12 @@ from langchain_pshard.core.messages import (
     Refused,
     RequestId,
     SliceResult,
-    StageOffer,
     StreamFailure,
     Welcome,
     WorkerId,
 )
 from langchain_pshard.core.numerics import Numerics
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.transport.hub import Arrived, Link
 from workers.draft import Drafts
 from workers.instructions import Forward, Instruction, Reply, ReplyPiece, ReplyStatus, Run

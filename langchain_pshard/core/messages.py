@@ -16,9 +16,10 @@ from typing import NewType
 
 import msgspec
 
-from langchain_pshard.core.bundle import Fingerprint, LayerSpan
+from langchain_pshard.core.bundle import Fingerprint
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.numerics import Numerics, TensorSpec
+from langchain_pshard.core.roles import DraftOffer, EngineStatus, StageOffer, StageStatus
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -40,33 +41,6 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 # --- getting to know one another -------------------------------------------------------------------------------------
-
-
-class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage a worker serves."""
-
-    stage_idx: int
-    num_stages: int
-    span: LayerSpan
-    num_bytes: int
-    """Size of the shard's weights on disk."""
-    kv_capacity_tokens: int
-    """KV positions the stage can hold, over all streams."""
-    is_resumable: bool = True
-    """Whether rejected positions can be rewound exactly under this worker's numerics class."""
-    allows_logits: bool = False
-    """Whether slices may ask for their logits: the last stage of a worker that was started for comparison."""
-    kv_stream_tokens: int | None = None
-    """Most KV positions of one stream, however long it is, where every layer has a window; None: as many as it has."""
-
-
-class DraftOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """The draft model a worker serves beside its stages, or alone."""
-
-    model_name: str
-    num_bytes: int
-    kv_capacity_tokens: int
-    context_length: int
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
@@ -342,24 +316,6 @@ class Pong(_Message, frozen=True, kw_only=True, tag="pong"):
 
 class GetStatus(_Message, frozen=True, kw_only=True, tag="get-status"):
     request: RequestId
-
-
-class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Live figures of one engine."""
-
-    num_streams: int
-    kv_used_tokens: int
-    kv_capacity_tokens: int
-    num_steps: int
-    num_tokens: int
-    compute_ms: float
-    """Total time in inference since start."""
-
-
-class StageStatus(EngineStatus, frozen=True, kw_only=True):
-    """Live figures of one stage."""
-
-    stage_idx: int
 
 
 class Status(_Message, frozen=True, kw_only=True, tag="status"):

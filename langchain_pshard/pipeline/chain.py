@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.errors import FleetMismatchError
-from langchain_pshard.core.messages import PROTOCOL_VERSION, DraftOffer, Hop, Welcome, WorkerId
+from langchain_pshard.core.messages import PROTOCOL_VERSION, Hop, Welcome, WorkerId
 from langchain_pshard.core.numerics import Numerics
+from langchain_pshard.core.roles import DraftOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import DeadlineError, ProtocolError
-from langchain_pshard.core.messages import DraftAsk, Drafted, DraftResult, SliceKind, StreamId
+from langchain_pshard.core.messages import ClientId, Draft, DraftAsk, Drafted, DraftResult, Epoch, SliceKind, StreamId
 from langchain_pshard.pipeline.adaptive_k import num_to_ask
 from langchain_pshard.pipeline.chain import DraftRole
 from langchain_pshard.pipeline.generation import MAX_DRAFT_TOKENS
-from langchain_pshard.pipeline.instructions import Instruction, Warn
+from langchain_pshard.pipeline.instructions import Instruction, Send, Warn
 from langchain_pshard.pipeline.speculation import num_accepted
 from langchain_pshard.pipeline.step_costs import CostLine
 from langchain_pshard.pipeline.stream import Stream
@@ -166,12 +166,15 @@ class _Talk:
 class ModelDrafts:
     """The talks of all streams of a client that want guesses from the draft model."""
 
-    def __init__(self, *, max_draft_tokens: int, lost_after_s: float) -> None:
+    def __init__(self, client: ClientId, *, max_draft_tokens: int, lost_after_s: float) -> None:
         """
         Args:
+            client: in whose name it asks.
             max_draft_tokens: most drafts that a stream asks for where it may choose.
             lost_after_s: an ask that has no answer by then is lost.
         """
+        self._client = client
+        self._epoch = Epoch(0)
         self._max_draft_tokens = max_draft_tokens
         self._lost_after_s = lost_after_s
         self._role: DraftRole | None = None
@@ -181,12 +184,14 @@ class ModelDrafts:
         self._num_hopeless = 0  # turns since the last try, while no guess could pay
         self._told: set[str] = set()
 
-    def reset(self, role: DraftRole | None, streams: Iterable[Stream], now: float) -> None:
-        """Another worker drafts, or the same in a new epoch, or none: what the old one held is gone, and `streams` begin anew."""
+    def follow(self, epoch: Epoch, role: DraftRole | None, streams: Iterable[Stream], now: float) -> None:
+        """Who drafts in which epoch. When that is new, what was held is gone, and `streams` begin anew."""
+        if (epoch, role) == (self._epoch, self._role):
+            return
         for talk in self._talks.values():
             talk.end(now)
         self._talks.clear()
-        self._role = role
+        self._epoch, self._role = epoch, role
         self._costs = CostLine(GUESS_SLOPE)
         self._num_observed = 0
         self._num_hopeless = 0
@@ -204,20 +209,20 @@ class ModelDrafts:
         for stream_id in stream_ids:
             self._talks.pop(stream_id, None)
 
-    def asks(self, step_ms: Callable[[int], float], now: float) -> list[tuple[DraftAsk, ...]]:
-        """What to ask now, message by message.
+    def ask(self, step_ms: Callable[[int], float], now: float) -> list[Instruction]:
+        """Ask for all that is due.
 
         Args:
             step_ms: what a step takes in which a stream has so many rows.
             now: the time.
         """
-        messages: list[tuple[DraftAsk, ...]] = []
+        out: list[Instruction] = []
         for talk in self._talks.values():
             if not (talk.has_begun or talk.is_off):
-                messages += [(ask,) for ask in talk.begin(now)]
+                out += [self._send(ask) for ask in talk.begin(now)]
         due = [talk for talk in self._talks.values() if talk.is_due]
         if not due:
-            return messages
+            return out
         guess_ms = self._costs.at if self._num_observed else None
 
         def best(gains: Sequence[float]) -> int:
@@ -233,7 +238,11 @@ class ModelDrafts:
             ask = talk.decide(most if is_free and count else count, guess_ms, now)
             if ask is not None:
                 asks.append(ask)
-        return [*messages, tuple(asks)] if asks else messages
+        return [*out, self._send(*asks)] if asks else out
+
+    def _send(self, *asks: DraftAsk) -> Send:
+        assert self._role is not None  # without one there are no talks
+        return Send(self._role.address, Draft(client=self._client, epoch=self._epoch, asks=asks))
 
     def _num_wanted(self, talk: _Talk, best: Callable[[Sequence[float]], int]) -> int:
         """How many tokens a stream asks for; `best` of drafts with these gains pay."""

@@ -27,9 +27,7 @@ from langchain_pshard.core.errors import (
 from langchain_pshard.core.messages import (
     ClientId,
     Close,
-    Draft,
     Drafted,
-    Epoch,
     Fetched,
     Message,
     MicroBatch,
@@ -45,7 +43,7 @@ from langchain_pshard.core.messages import (
     StreamId,
 )
 from langchain_pshard.pipeline.admission import Admission
-from langchain_pshard.pipeline.chain import Chain, DraftRole
+from langchain_pshard.pipeline.chain import Chain
 from langchain_pshard.pipeline.instructions import Deliver, Instruction, Send
 from langchain_pshard.pipeline.membership import Membership, Phase
 from langchain_pshard.pipeline.model_drafts import ModelDrafts
@@ -89,8 +87,8 @@ class Session:
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
         self._turns = Turns(max_draft_tokens=options.max_draft_tokens, max_chunk_tokens=options.max_chunk_tokens)
-        self._drafts = ModelDrafts(max_draft_tokens=options.max_draft_tokens, lost_after_s=options.step_timeout_s)
-        self._known: tuple[Epoch, DraftRole | None] = self._membership.epoch, None
+        self._drafts = ModelDrafts(client, max_draft_tokens=options.max_draft_tokens, lost_after_s=options.step_timeout_s)
+        self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
         self._requests = Requests()
         self._connecting: list[Callable[[Chain | PShardError], bool]] = []
@@ -204,9 +202,9 @@ class Session:
             out += [Deliver(sink, self._membership.chain) for sink in self._connecting]
             self._connecting = []
         if self._membership.is_steady:
-            self._renew(now)
+            self._drafts.follow(self._membership.epoch, self._membership.draft, self._streams.values(), now)
             out += self._admit(now)
-            out += self._ask_drafts(now)
+            out += self._drafts.ask(self._turns.step_ms, now)
             out += self._send_steps(now)
         return out
 
@@ -217,26 +215,6 @@ class Session:
             return False
         self._num_rejoins += 1
         return self._num_rejoins <= MAX_REJOINS
-
-    def _renew(self, now: float) -> None:
-        """A new epoch has another chain; and who drafts may come and go within one."""
-        chain, draft = self.chain, self._membership.draft
-        assert chain is not None
-        current = self._membership.epoch, draft
-        if self._known == current:
-            return
-        if self._known[0] != self._membership.epoch:
-            self._turns.reset(chain.num_stages)
-        self._known = current
-        self._drafts.reset(draft, self._streams.values(), now)
-
-    def _ask_drafts(self, now: float) -> list[Instruction]:
-        _, draft = self._known
-        if draft is None:
-            return []
-        epoch = self._membership.epoch
-        asks = self._drafts.asks(self._turns.step_ms, now)
-        return [Send(draft.address, Draft(client=self._client, epoch=epoch, asks=each)) for each in asks]
 
     def _admit(self, now: float) -> list[Instruction]:
         assert self.chain is not None
@@ -250,6 +228,9 @@ class Session:
 
     def _send_steps(self, now: float) -> list[Instruction]:
         assert self.chain is not None
+        if self._turns_epoch != self._membership.epoch:
+            self._turns_epoch = self._membership.epoch
+            self._turns.reset(self.chain.num_stages)
         out: list[Instruction] = []
         while self._streams and (turn := self._turns.next_turn(self._streams, now)) is not None:
             out += self._end(turn.failed)

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.fleet import RunningWorker, running_worker
 from langchain_pshard import ChatPShard, PipelineClient
 from langchain_pshard.core.errors import DeadlineError
-from langchain_pshard.core.messages import StageStatus
+from langchain_pshard.core.roles import StageStatus
 from langchain_pshard.pipeline.generation import GenerationParams
 from tests.support.bundles import TinyBundle
 

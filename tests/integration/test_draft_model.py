@@ -140,6 +140,37 @@ def test_texts_outlive_a_worker_that_only_drafts(bundle: Path, tmp_path: Path, c
                     pytest.fail("the worker that drafts was not taken back")
 
 
+def test_a_draft_of_short_windows_takes_back_what_was_wrong(tmp_path: Path) -> None:
+    """Its KV is given back behind the windows, but not so soon that wrong guesses could not be taken back."""
+    model = build_tiny("mistral", tmp_path / "model")
+    export_bundle(str(model), tmp_path / "bundle", weights=WeightMode.INT4, draft=str(model), verify_shards=False)
+    options = ClientOptions(cache_dir=tmp_path / "cache")
+    plain = replace(SAMPLED, max_tokens=240)
+    fleet = LocalFleet(tmp_path / "bundle", num_threads=1, drafts=True)
+    with fleet, PipelineClient.connect(fleet.addresses, options=options) as client:
+        expected = client.complete(PROMPTS[0], plain)
+        found = client.complete(PROMPTS[0], replace(plain, draft="model", draft_tokens=12))
+    assert found.token_ids == expected.token_ids
+    assert 0 < found.stats.acceptance < 0.9
+    assert found.stats.num_drafted_tokens > 12 * (found.stats.num_steps - 8)  # to the end
+
+
+def test_a_text_that_finds_no_room_goes_on_without_drafts(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_worker(bundle, 0, 1) as stages, running_worker(bundle, options=["--draft", "--kv-memory", "64KiB"]) as drafting:
+        options = ClientOptions(cache_dir=tmp_path)
+        with PipelineClient.connect([stages.address, drafting.address], options=options) as client:
+            params = replace(PLAIN, draft="model", draft_tokens=3)
+            short = client.complete(PROMPTS[0], params)
+            assert short.stats.num_drafted_tokens > 0
+            for _ in range(2):
+                long = client.complete(PROMPTS[0], replace(params, max_tokens=200))
+                assert long.token_ids[:64] == short.token_ids
+                assert long.stats.num_drafted_tokens == 0
+    told = [record.getMessage() for record in caplog.records if "goes on without drafts" in record.getMessage()]
+    assert len(told) == 1
+    assert "(capacity): the draft: a stream of" in told[0]
+
+
 def test_a_fleet_without_a_draft_refuses_before_work(tiny_fleet: list[str], tiny_bundle: TinyBundle, tmp_path: Path) -> None:
     refusal = "draft='model' needs a worker that serves the draft model, and none of this fleet does"
     connected = PipelineClient.connect(tiny_fleet, options=ClientOptions(cache_dir=tmp_path))

@@ -12,20 +12,9 @@ from langchain_pshard.core.bundle import DraftEntry, FileEntry, LayerSpan, Manif
 from langchain_pshard.core.codec import Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import CapacityError, InferenceError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import (
-    ClientId,
-    DraftOffer,
-    Epoch,
-    Slice,
-    SliceKind,
-    SliceResult,
-    StageOffer,
-    Step,
-    StepId,
-    StreamId,
-    WorkerId,
-)
+from langchain_pshard.core.messages import ClientId, Epoch, Slice, SliceKind, SliceResult, Step, StepId, StreamId, WorkerId
 from langchain_pshard.core.numerics import DType, Numerics
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.core.sampling import SamplingParams
 from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 from workers.worker import Identity

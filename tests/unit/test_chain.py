@@ -7,8 +7,9 @@ import pytest
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.errors import FleetMismatchError
-from langchain_pshard.core.messages import DraftOffer, RequestId, StageOffer, Welcome, WorkerId
+from langchain_pshard.core.messages import RequestId, Welcome, WorkerId
 from langchain_pshard.core.numerics import DType, Numerics
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.pipeline.chain import assemble
 
 NUMERICS = Numerics(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.messages import (
+    ClientId,
+    Draft,
     DraftAsk,
     Drafted,
-    DraftOffer,
     DraftResult,
     Epoch,
     SliceKind,
@@ -20,10 +21,11 @@ from langchain_pshard.core.messages import (
     StreamFailure,
     StreamId,
 )
+from langchain_pshard.core.roles import DraftOffer
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.adaptive_k import num_to_ask
 from langchain_pshard.pipeline.chain import DraftRole
-from langchain_pshard.pipeline.instructions import Instruction, Warn
+from langchain_pshard.pipeline.instructions import Instruction, Send, Warn
 from langchain_pshard.pipeline.model_drafts import (
     LATE_FACTOR,
     MAX_PROBE_EVERY,
@@ -45,6 +47,17 @@ def role(context_length: int = 4096) -> DraftRole:
     return DraftRole(address="tcp://c:1", offer=offer)
 
 
+def asked(drafts: ModelDrafts, step_ms: Callable[[int], float], now: float) -> list[tuple[DraftAsk, ...]]:
+    """The asks that go out, message by message."""
+    messages = []
+    for each in drafts.ask(step_ms, now):
+        assert isinstance(each, Send)
+        assert isinstance(each.message, Draft)
+        assert (each.address, each.message.client, each.message.epoch) == ("tcp://c:1", "me", 1)
+        messages.append(each.message.asks)
+    return messages
+
+
 class Talking:
     """One stream, its target and its draft model, step by step. A step takes 10 ms for a row and 1 ms for each more."""
 
@@ -55,12 +68,12 @@ class Talking:
         )  # fmt: skip
         self.now = 0.0
         self.stream = Stream(StreamId(1), request, 0.0)
-        self.drafts = ModelDrafts(max_draft_tokens=8, lost_after_s=LOST_S)
-        self.drafts.reset(role(context_length), [self.stream], 0.0)
+        self.drafts = ModelDrafts(ClientId("me"), max_draft_tokens=8, lost_after_s=LOST_S)
+        self.drafts.follow(Epoch(1), role(context_length), [self.stream], 0.0)
         self._step = 0
 
     def ask(self) -> DraftAsk | None:
-        asks = [ask for message in self.drafts.asks(lambda rows: 9.0 + rows, self.now) for ask in message]
+        asks = [ask for message in asked(self.drafts, lambda rows: 9.0 + rows, self.now) for ask in message]
         return asks[0] if asks else None
 
     def answer(self, num_positions: int, tokens: Sequence[int], after_s: float = 0.0) -> list[Instruction]:
@@ -222,7 +235,7 @@ def test_refusals_and_nonsense_turn_drafts_off() -> None:
 
 def test_a_prompt_goes_in_pieces_and_what_the_draft_cannot_hold_is_not_asked_for() -> None:
     talk = Talking([1] * (2 * PIECE_TOKENS + 1), context_length=3 * PIECE_TOKENS)
-    messages = talk.drafts.asks(lambda _: 1.0, 0.0)
+    messages = asked(talk.drafts, lambda _: 1.0, 0.0)
     assert [(ask.start, len(ask.tokens) // 4) for [ask] in messages] == [
         (0, PIECE_TOKENS), (PIECE_TOKENS, PIECE_TOKENS - 1), (2 * PIECE_TOKENS - 1, 2)
     ]  # fmt: skip
@@ -242,11 +255,11 @@ def test_a_new_role_begins_anew() -> None:
     talk = Talking(num=2)
     talk.begin()
     talk.ask()
-    talk.drafts.reset(None, [talk.stream], talk.now)
+    talk.drafts.follow(Epoch(1), None, [talk.stream], talk.now)
     assert talk.stream.is_ready
     talk.step()
     assert talk.ask() is None
-    talk.drafts.reset(role(), [talk.stream], talk.now)
+    talk.drafts.follow(Epoch(1), role(), [talk.stream], talk.now)
     ask = talk.ask()
     assert ask is not None
     assert (ask.start, unpack_tokens(ask.tokens)) == (0, [1, 2, 3])
@@ -278,14 +291,14 @@ def test_streams_that_ask_together_ask_for_the_same_number() -> None:
     bad.stream.id = StreamId(2)
     bad.drafts = good.drafts
     good.drafts.add(bad.stream)
-    assert len(good.drafts.asks(lambda _: 1.0, 0.0)) == 2  # both prompts
+    assert len(asked(good.drafts, lambda _: 1.0, 0.0)) == 2  # both prompts
     for talk in (good, bad):
         talk.first_token()
         talk.answer(3, [])
     for _ in range(40):
         good.stream._acceptance.observe(6, 6)
         bad.stream._acceptance.observe(2, 3)
-    [asks] = good.drafts.asks(lambda rows: 9.0 + 2 * rows, 0.0)
+    [asks] = asked(good.drafts, lambda rows: 9.0 + 2 * rows, 0.0)
     numbers = [ask.num_drafts for ask in asks]
     assert [ask.stream for ask in asks] == [1, 2]
     assert numbers[0] == numbers[1] > 3
