@@ -112,7 +112,12 @@ def test_a_part_of_the_weights_that_is_cut_off(model: Path) -> None:
 def test_a_model_without_a_tokenizer(model: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
-    assert_refused(model, "mödel 1", "tokenizer")
+    assert_refused(model, "the tokenizer of", "mödel 1", "download its files again")
+
+
+def test_a_tokenizer_that_is_damaged(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{", encoding="utf-8")
+    assert_refused(model, "the tokenizer of", "mödel 1", "download its files again")
 
 
 def test_more_stages_than_layers(model: Path) -> None:
