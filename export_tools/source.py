@@ -36,6 +36,7 @@ DEMO = "demo"
 _DEMO_NAME = "gemma-3-270m"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_HUB_REMEDY = "check the name, the connection and your access (`hf auth login`); HF_HUB_OFFLINE=1 takes what was downloaded before"
 _END_OF_TURN_TOKENS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_role|>")
 """How chat templates end a turn. Chat checkpoints often name only the end of a text in their configs; what follows the end of a
 turn would then run on into the user's next words."""
@@ -55,6 +56,11 @@ class Source:
     shape: ModelShape
     runs_code: bool = False
     """Whether the model's own code defines it; only when the caller trusts it."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about files that are missing or damaged."""
+        return "download its files again" if self.is_local else _HUB_REMEDY
 
     @property
     def load_options(self) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def identify(source: str, progress: Progress, *, trusts_code: bool = False) -> S
             raise SourceError(f"{path} is a file but no .gguf: name a model folder, a .gguf file, a hub id or {DEMO!r}")
         return _identify_gguf(path, progress)
     if _HUB_ID.fullmatch(source):
-        with progress.task(f"asking the hub for {source}"), _explained(f"hub model {source}"), quiet_transformers():
+        with progress.task(f"asking the hub for {source}"), _explained(f"hub model {source}", _HUB_REMEDY), quiet_transformers():
             raw, _ = transformers.PreTrainedConfig.get_config_dict(source)
         return _checked(raw, name=source, location=source, is_local=False, trusts_code=trusts_code)
     raise SourceError(f"{source} does not exist: name a model folder, a .gguf file, a hub id (owner/name) or {DEMO!r}")
@@ -112,7 +118,7 @@ def open_weights(source: Source, progress: Progress) -> WeightReader:
         SourceError: missing, incomplete or damaged weight files.
         UnsupportedModelError: weights that are stored quantized.
     """
-    with progress.task(f"opening {source.name}"), _explained(source.location):
+    with progress.task(f"opening {source.name}"), _explained(source.location, source.remedy):
         checkpoint = _checkpoint(source)
         with quiet_transformers():
             return WeightReader(_model_class(source), source.config, source.shape, checkpoint, origin=source.location)
@@ -125,7 +131,8 @@ def load_text_parts(source: Source, progress: Progress) -> TextParts:
         SourceError: a missing or damaged tokenizer.
         UnsupportedModelError: a tokenizer that has no fast form.
     """
-    with progress.task(f"loading the tokenizer of {source.name}"), _explained(source.location), quiet_transformers():
+    tokenizer_of = f"the tokenizer of {source.gguf_file or source.location}"
+    with progress.task(f"loading the tokenizer of {source.name}"), _explained(tokenizer_of, source.remedy), quiet_transformers():
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.location, **source.load_options)
         generation_config = _generation_config(source)
     if not tokenizer.is_fast:
@@ -274,7 +281,7 @@ def _first(*values: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def _explained(origin: str) -> Iterator[None]:
+def _explained(origin: str, remedy: str) -> Iterator[None]:
     """Turn what transformers and safetensors raise over a source into our error; the last line of theirs says least, the first most."""
     try:
         yield
@@ -284,4 +291,4 @@ def _explained(origin: str) -> Iterator[None]:
         if isinstance(error, UsageError):  # some of ours are ValueErrors too
             raise
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SourceError(f"{origin} cannot be loaded: {first_line}") from error
+        raise SourceError(f"{origin} cannot be loaded ({first_line.rstrip(' .:')}): {remedy}") from error

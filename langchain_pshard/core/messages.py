@@ -133,8 +133,7 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     num_tokens: int
     sampling: SamplingParams
     prompt: bytes = b""
-    """The prompt's token ids, int32 little-endian (its beginning will do): a stage may hold KV of the same text already. Empty when the
-    stream is to share nothing with others."""
+    """The prompt's token ids, int32 little-endian (its beginning will do): a stage may hold KV of it already. Empty: share nothing."""
     grammar: Grammar | None = None
     """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
     shares_generated: bool = False
@@ -146,8 +145,7 @@ class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
 
     request: RequestId
     cached: tuple[int, ...] = ()
-    """How many leading positions of the prompt each stage of this worker holds already; the first slice may start at the least of all
-    stages, or anywhere before."""
+    """Leading positions of the prompt that each stage of this worker holds: the first slice may start at the least of all, or before."""
 
 
 class Close(_Message, frozen=True, kw_only=True, tag="close"):

@@ -3,8 +3,8 @@
 - Decode rows first. Streams that decode form groups, which alternate: as many as make a cycle shortest by the measured times. A stage
   that spends its time on reading weights wants one large group; one that spends it on computing rows, or a long way between machines,
   wants several.
-- Prompts go in chunks, several in flight, so that the stages work on different ones at the same time. The chunk is as long as makes the
-  whole prompt fastest: short ones fill the pipeline sooner, each costs its overhead.
+- Prompts go in chunks, several in flight, so that the stages work on different ones at the same time. What a micro-batch holds of them is
+  as much as brings all prompts that wait through soonest: small ones fill the pipeline sooner, each costs its overhead.
 - While somebody decodes, the chunks of a micro-batch take no longer than `STALL_MS` on the slowest stage.
 - Fair: the streams that waited longest decode first; of prompts, the oldest and the shortest come first in turn, so neither waits for ever.
 """
@@ -154,10 +154,14 @@ def _may_send_chunks(now: Situation, costs: StepCosts, num_groups: int) -> bool:
 
 
 def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
+    # All prompts together fill the pipeline: cut one by one, short prompts would each pay for several chunks.
+    best = best_chunk_tokens(sum([prompt.num_left for prompt in now.prefilling]), costs)
     budget = _prefill_budget(now, costs)
+    if costs.num_stages > 1:
+        budget = min(budget, best)
     chunks = []
     for turn in _in_order(now.prefilling, now.turn):
-        limit = min(budget, now.max_chunk_tokens, turn.max_tokens, best_chunk_tokens(turn.num_left, costs))
+        limit = min(budget, now.max_chunk_tokens, turn.max_tokens, best)
         if length := chunk_length(turn.num_left, limit):
             chunks.append(Chunk(stream=turn.stream, num_tokens=length))
             budget -= length

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,25 +120,6 @@ def test_a_failure_in_the_second_stage_leaves_the_target_and_is_gone_on_from(
     whole = tmp_path / "uninterrupted"
     assert run(model, "-o", whole, "--stages", "2").exit_code == 0
     assert contents(bundle) == contents(whole)
-
-
-@pytest.mark.timeout(120)
-def test_a_kill_at_any_time_leaves_nothing_that_loads(model: Path, tmp_path: Path) -> None:
-    """Killed as the second stage appears in the draft, then run to the end: the bundle is that of an uninterrupted export."""
-    bundle = tmp_path / "bundle"
-    command = [sys.executable, "-m", "export_tools", str(model), "-o", str(bundle), "--layers", "1,2,1", "--no-measure", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and not list(tmp_path.glob(f".bundle.unfinished-*/bundle/{stage_dir(1)}*")):
-            time.sleep(0.005)
-        process.kill()
-    assert not bundle.exists()
-    assert list(tmp_path.rglob("manifest.json")) == []
-    result = run(model, "-o", bundle, "--layers", "1,2,1", "--json")
-    notes = [json.loads(line) for line in result.stderr.splitlines()]
-    assert "stage 0 of 3, layers 0: kept from the interrupted export" in [note.get("text") for note in notes]
-    assert json.loads(result.stdout)["fingerprint"] == load_manifest(bundle).fingerprint
-    assert run(model, "-o", tmp_path / "whole", "--layers", "1,2,1").exit_code == 0
-    assert contents(bundle) == contents(tmp_path / "whole")
 
 
 def damaged_copy(model: Path, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError as LangChainContextOverflowError
 from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.rate_limiters import BaseRateLimiter
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
@@ -98,6 +99,27 @@ def test_callbacks_hear_every_token(serve: Serve) -> None:
     with ChatPShard(workers=WORKERS, streaming=True) as model:
         assert model.invoke("Hi", {"callbacks": [heard]}).content == "ab!"
     assert heard.tokens == ["a", "b", "!"]
+
+
+async def test_a_rate_limiter_is_asked_before_every_call(serve: Serve) -> None:
+    class Counting(BaseRateLimiter):
+        num_asked = 0
+
+        def acquire(self, *, blocking: bool = True) -> bool:
+            self.num_asked += 1
+            return True
+
+        async def aacquire(self, *, blocking: bool = True) -> bool:
+            return self.acquire()
+
+    serve()
+    limiter = Counting()
+    with ChatPShard(workers=WORKERS, rate_limiter=limiter) as model:
+        model.invoke("Hi")
+        list(model.stream("Hi"))
+        await model.ainvoke("Hi")
+        assert [chunk.content async for chunk in model.astream("Hi")] == ["Hello", " world", "!"]
+    assert limiter.num_asked == 4
 
 
 def test_an_empty_generation_is_an_empty_message(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

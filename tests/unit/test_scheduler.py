@@ -156,6 +156,18 @@ def test_prompts_fill_the_budget_while_nobody_decodes() -> None:
     assert found.chunks == chunks((4, 100), (5, 200), (6, 212))
 
 
+def test_short_prompts_that_wait_together_are_not_cut_and_share_micro_batches() -> None:
+    alone = plan(situation(prefilling=((1, 40),)), MEMORY_BOUND)
+    assert alone is not None
+    assert alone.chunks == chunks((1, 32))  # nothing else keeps the second stage busy
+    together = plan(situation(prefilling=tuple((stream, 40) for stream in range(1, 17))), MEMORY_BOUND)
+    assert together is not None
+    total = sum(chunk.num_tokens for chunk in together.chunks)
+    assert total <= best_chunk_tokens(640, MEMORY_BOUND) < PREFILL_BUDGET_TOKENS
+    assert [chunk.num_tokens for chunk in together.chunks[:2]] == [40, 40]
+    assert total > best_chunk_tokens(640, MEMORY_BOUND) - MIN_CHUNK_TOKENS
+
+
 @pytest.mark.parametrize("num_tokens", [2, 4, 5, 100])
 def test_no_chunk_is_longer_than_the_client_allows_and_every_prompt_gets_through(num_tokens: int) -> None:
     left = num_tokens

@@ -128,7 +128,7 @@ def test_logits_are_for_workers_that_were_started_for_them_and_bounded() -> None
     asking = msgspec.structs.replace(row(1, 0, [4, 5], num_sampled=2), returns_logits=True)
     for is_last, allows_logits, expected in ((False, False, []), (True, False, [(1, "invalid-option")]), (True, True, [])):
         shape = StageShape(
-            stage_idx=0, is_last=is_last, vocab_size=VOCAB, hidden_size=HIDDEN, boundary=DType.F32, allows_logits=allows_logits
+            stage_idx=0, is_last=is_last, vocab_size=VOCAB, row_width=HIDDEN, boundary=DType.F32, allows_logits=allows_logits
         )
         stage = Stage(shape)
         for stream in (1, 2):
