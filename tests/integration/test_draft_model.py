@@ -106,7 +106,8 @@ def test_streams_together_share_the_draft(bundle: Path, tmp_path: Path) -> None:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 found = list(pool.map(lambda prompt: client.complete(prompt, replace(PLAIN, draft="model", draft_tokens=4)), prompts))
             assert [each.token_ids for each in found] == expected
-            assert all(each.stats.acceptance == 1.0 and each.stats.num_drafted_tokens for each in found)
+            assert all(each.stats.num_accepted_tokens == each.stats.num_drafted_tokens for each in found)
+            assert sum(each.stats.num_drafted_tokens for each in found)
 
 
 def test_texts_outlive_a_worker_that_only_drafts(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,7 +140,7 @@ def test_texts_outlive_a_worker_that_only_drafts(bundle: Path, tmp_path: Path, c
                     pytest.fail("the worker that drafts was not taken back")
 
 
-def test_a_draft_of_short_windows_takes_back_what_was_wrong(tmp_path: Path) -> None:
+def test_a_draft_of_short_windows_takes_back_what_was_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its KV is given back behind the windows, but not so soon that wrong guesses could not be taken back."""
     model = build_tiny("mistral", tmp_path / "model")
     export_bundle(str(model), tmp_path / "bundle", weights=WeightMode.INT4, draft=str(model), verify_shards=False)
@@ -151,7 +152,7 @@ def test_a_draft_of_short_windows_takes_back_what_was_wrong(tmp_path: Path) -> N
         found = client.complete(PROMPTS[0], replace(plain, draft="model", draft_tokens=12))
     assert found.token_ids == expected.token_ids
     assert 0 < found.stats.acceptance < 0.9
-    assert found.stats.num_drafted_tokens > 12 * (found.stats.num_steps - 8)  # to the end
+    assert "without drafts" not in caplog.text  # to the end
 
 
 def test_a_text_that_finds_no_room_goes_on_without_drafts(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
