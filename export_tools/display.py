@@ -40,8 +40,8 @@ class RichProgress:
     def task(self, description: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
         """See `Progress.task`; one that fails stays as it is."""
         started_s = self._clock()
-        task_id = self._bars.add_task(description, total=total)
-        yield lambda amount: self._bars.advance(task_id, amount)
+        task_id = self._bars.add_task(description, total=total, reached_s=0.0)
+        yield lambda amount: self._bars.update(task_id, advance=amount, reached_s=self._clock() - started_s)
         self._bars.remove_task(task_id)
         elapsed_s = self._clock() - started_s
         if elapsed_s >= _WORTH_A_LINE_S:
@@ -54,18 +54,21 @@ class RichProgress:
 
 
 class _BytesColumn(ProgressColumn):
-    """Bytes done and to do, rate and time left, for tasks that count bytes."""
+    """Bytes done and to do, rate and time left, for tasks that count bytes.
+
+    The rate is that of the whole task up to its last step: an export as a whole moves on only stage by stage.
+    """
 
     def render(self, task: Task) -> Text:
         """See `ProgressColumn.render`."""
         if task.total is None:
             return Text("")
         parts = [f"{decimal(int(task.completed))} of {decimal(int(task.total))}"]
-        speed = task.finished_speed or task.speed
-        if speed:
-            parts.append(f"{decimal(int(speed))}/s")
-        if task.time_remaining and not task.finished:
-            parts.append(f"{task.time_remaining:.0f} s left")
+        reached_s = task.fields["reached_s"]
+        if task.completed and reached_s:
+            rate = task.completed / reached_s
+            left_s = (task.total - task.completed) / rate - ((task.elapsed or reached_s) - reached_s)
+            parts += [f"{decimal(int(rate))}/s", f"{max(0.0, left_s):.0f} s left"]
         return Text(", ".join(parts), no_wrap=True)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.progress import Progress as RichBars
+from rich.progress import Task, TaskID
 
-from export_tools.display import JsonProgress, RichProgress, worker_line
+from export_tools.display import JsonProgress, RichProgress, _BytesColumn, worker_line
 from export_tools.progress import Progress
 
 
@@ -67,6 +68,14 @@ def test_no_bar_is_left_of_what_has_run() -> None:
         advance(10)
         assert bars.tasks[0].completed == 10
     assert bars.tasks == []
+
+
+def test_what_is_left_counts_down_between_steps() -> None:
+    task = Task(TaskID(0), "export", 400, 100, _get_time=lambda: 130.0, fields={"reached_s": 20.0})  # at 5 bytes a second
+    task.start_time = 100.0
+    assert _BytesColumn().render(task).plain == "100 bytes of 400 bytes, 5 bytes/s, 50 s left"
+    task.fields["reached_s"] = 0.0
+    assert _BytesColumn().render(task).plain == "100 bytes of 400 bytes"
 
 
 def test_a_program_hears_bytes_rate_and_what_is_left() -> None:
