@@ -12,9 +12,12 @@ from rich.console import Console
 from benchmarks import (
     activation,
     balance,
+    call_latency,
+    constrained,
     exactness,
     export_memory,
     export_time,
+    import_time,
     memory,
     overhead,
     parity,
@@ -34,9 +37,13 @@ from langchain_pshard.core.errors import PShardError
 BENCHES: dict[str, Callable[[Console], Report]] = {
     "activation": activation.run,
     "balance": balance.run,
+    "call-latency": call_latency.run,
+    "constrained": constrained.run_constrained,
     "exactness": exactness.run,
     "export-memory": export_memory.run,
     "export-time": export_time.run,
+    "forced": constrained.run_forced,
+    "import-time": import_time.run,
     "memory": memory.run,
     "overhead": overhead.run,
     "parity": parity.run,
@@ -47,9 +54,9 @@ BENCHES: dict[str, Callable[[Console], Report]] = {
     "scripted": speculation.run_scripted,
     "speculation": speculation.run_ngram,
     "split": split.run,
-    "users2": users.run_two,
     "users16": users.run_many,
     "users16-cb": users.run_many_batching,
+    "users2": users.run_two,
     "wan": wan.run,
 }
 """Name to function. Each takes the console for its progress and returns its report; its docstring's first line is its description."""

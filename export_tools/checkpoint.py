@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
     read_field,
 )
 
@@ -121,22 +121,55 @@ class SafetensorsCheckpoint:
                 slices.clear()  # a slice keeps its file open, and an error's traceback would keep the slices
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GgufTensor:
+    """A tensor of a .gguf file, as its header has it."""
+
+    name: str
+    kind: Any
+    """GGMLQuantizationType."""
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    stored_shape: tuple[int, ...]
+    """Of the blocks that the numbers are packed in."""
+    stored_dtype: Any
+
+
 class GgufCheckpoint:
     """A .gguf file, dequantized tensor by tensor as transformers does it for a whole file at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        """Read the header, once: a large vocabulary makes that take seconds.
+
+        Args:
+            path: the file.
+            config: of the model, as transformers names its fields.
+        """
         self.files = (path,)
         self._path = path
-        self._config = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
-        self._architecture = read_field(GGUFReader(str(path)), "general.architecture")[0]
+        reader = GGUFReader(str(path))
+        architecture = read_field(reader, "general.architecture")[0]
+        self._processor: TensorProcessor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(config))
+        self._tensors = tuple(
+            _GgufTensor(
+                name=tensor.name,
+                kind=tensor.tensor_type,
+                shape=tuple(int(size) for size in reversed(tensor.shape)),
+                offset=int(tensor.data_offset),
+                num_bytes=int(tensor.n_bytes),
+                stored_shape=tensor.data.shape,
+                stored_dtype=tensor.data.dtype,
+            )
+            for tensor in reader.tensors
+        )
 
     def names(self, model: Any) -> Mapping[str, StoredTensor]:
         """See `Checkpoint.names`; the names are those of transformers."""
-        found: dict[str, StoredTensor] = {}
-        for tensor, name in self._translated(model):
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            found[name] = StoredTensor(file=self._path, dtype=tensor.tensor_type.name, shape=shape, num_bytes=int(tensor.n_bytes))
-        return found
+        return {
+            name: StoredTensor(file=self._path, dtype=tensor.kind.name, shape=tensor.shape, num_bytes=tensor.num_bytes)
+            for tensor, name in self._translated(self._translation(model))
+        }
 
     @contextlib.contextmanager
     def reading(self, names: Sequence[str], model: Any, on_bytes: Callable[[int], None]) -> Iterator[dict[str, Any]]:
@@ -144,32 +177,28 @@ class GgufCheckpoint:
         wanted = set(names)
         translation = self._translation(model)
         parsed: dict[str, dict[str, Any]] = {"tensors": {}}
-        processor = self._processor()
-        for tensor, name in self._translated(model):
+        for tensor, name in self._translated(translation):
             if name not in wanted:
                 continue
-            result = processor.process(
-                weights=dequantize(tensor.data, tensor.tensor_type),
+            stored = np.fromfile(self._path, dtype=tensor.stored_dtype, count=math.prod(tensor.stored_shape), offset=tensor.offset)
+            result = self._processor.process(
+                weights=dequantize(stored.reshape(tensor.stored_shape), tensor.kind),
                 name=tensor.name,
                 tensor_key_mapping=translation,
                 parsed_parameters=parsed,
             )
             if result.name is not None:  # a processor that merges experts puts the result into `parsed` itself
                 parsed["tensors"][translation[result.name]] = torch.from_numpy(np.array(result.weights, dtype=np.float32))
-            on_bytes(int(tensor.n_bytes))
+            on_bytes(tensor.num_bytes)
         yield parsed["tensors"]
 
-    def _processor(self) -> TensorProcessor:
-        return TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config=self._config)
-
     def _translation(self, model: Any) -> dict[str, str]:
-        translation: dict[str, str] = get_gguf_hf_weights_map(model, self._processor())
+        translation: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
         return translation
 
-    def _translated(self, model: Any) -> Iterator[tuple[Any, str]]:
+    def _translated(self, translation: Mapping[str, str]) -> Iterator[tuple[_GgufTensor, str]]:
         """Each tensor of the file that the model knows, with the model's name for it."""
-        translation = self._translation(model)
-        for tensor in GGUFReader(str(self._path)).tensors:
+        for tensor in self._tensors:
             # Merged experts stand in the map without their suffix.
             name = translation.get(tensor.name) or translation.get(tensor.name.removesuffix(".weight"))
             if name is not None:

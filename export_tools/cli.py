@@ -19,7 +19,7 @@ from langchain_pshard.core.bundle import Manifest, WeightMode
 from langchain_pshard.core.errors import MissingExtraError, PShardError
 
 _MODES = click.Choice([mode.value for mode in WeightMode])
-_HEAVY_PACKAGES = frozenset({"gguf", "huggingface_hub", "nncf", "openvino", "safetensors", "torch", "transformers"})
+_HEAVY_PACKAGES = frozenset({"gguf", "huggingface_hub", "openvino", "safetensors", "torch", "transformers"})
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
@@ -70,6 +70,7 @@ class _WithPlan(click.Command):
 @click.option(
     "--group-size", type=int, default=128, show_default=True, help="int4 weights that share one scale; smaller is larger and closer."
 )
+@click.option("--awq", is_flag=True, help="Scale the layers before int4, without data, so that rounding costs less.")
 @click.option(
     "--measure/--no-measure",
     default=True,
@@ -78,6 +79,12 @@ class _WithPlan(click.Command):
 )
 @click.option("--embedding", type=_MODES, help="How the embedding is stored.  [default: int8 for int4, else like --weights]")
 @click.option("--head", type=_MODES, help="How the output head is stored.  [default: int8 for int4, else like --weights]")
+@click.option(
+    "--draft",
+    metavar="MODEL",
+    help="A small model with the same tokenizer that guesses tokens for MODEL to verify; it becomes one more shard.",
+)
+@click.option("--draft-weights", type=_MODES, help="How the draft's layers are stored.  [default: as --weights]")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is already there; it stays until the new one is complete.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the shards with the unsplit model over a few short texts.")
 @click.option("--genai", is_flag=True, help="Add tokenizer models, so that openvino_genai runs the stage folder of a 1-stage bundle.")
@@ -94,9 +101,12 @@ def main(
     layers: tuple[int, ...] | None,
     weights: str,
     group_size: int,
+    awq: bool,
     measure: bool,
     embedding: str | None,
     head: str | None,
+    draft: str | None,
+    draft_weights: str | None,
     overwrite: bool,
     no_verify: bool,
     genai: bool,
@@ -127,6 +137,9 @@ def main(
                 embedding=None if embedding is None else WeightMode(embedding),
                 head=None if head is None else WeightMode(head),
                 group_size=group_size,
+                awq=awq,
+                draft=draft,
+                draft_weights=None if draft_weights is None else WeightMode(draft_weights),
                 overwrite=overwrite,
                 measure=measure,
                 verify_shards=not no_verify,
@@ -146,7 +159,7 @@ def main(
 def _load_exporter(console: Console, *, is_quiet: bool) -> Callable[..., Manifest]:
     """Import torch and its company, which takes seconds, with a spinner; raises MissingExtraError when they are not installed."""
     try:
-        with nullcontext() if is_quiet else console.status("loading torch, transformers, nncf and OpenVINO"):
+        with nullcontext() if is_quiet else console.status("loading torch, transformers and OpenVINO"):
             from export_tools.export import export_bundle
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] in _HEAVY_PACKAGES:

@@ -1,9 +1,8 @@
 """Weight compression that gives a layer the same bytes whatever the split.
 
-NNCF decides by position in the graph it sees: left alone it gives the last product and the embedding of every model it is handed the
-backup mode, so the last down-projection of a middle stage would be stored otherwise than inside the unsplit model. Here nothing
-is left to position: layers, embedding and head are named, and each pass compresses exactly what is in its mode. For int4 with an int8
-embedding and head this is byte for byte what NNCF makes of the unsplit model by default.
+Layers, embedding and head are named, and each matrix is stored as its part's mode says, looking at nothing but the matrix. For int4 with an
+int8 embedding and head the result is byte for byte what NNCF makes of the unsplit model by default. NNCF asked stage by stage would decide
+by position in the graph it sees, and store the last product of every stage in its backup mode.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import nncf
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset13
 
-from export_tools.quiet import quiet_nncf
+from export_tools.quantize import to_int4, to_int8
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
@@ -41,18 +40,27 @@ class WeightModes:
     head: WeightMode
     group_size: int
     """int4 weights that share one scale, where it divides the channel count."""
+    awq: bool = False
+    """Whether layers are scaled before they are compressed (`awq.py`)."""
 
     @classmethod
-    def of(cls, layers: WeightMode, *, embedding: WeightMode | None, head: WeightMode | None, group_size: int) -> WeightModes:
+    def of(
+        cls, layers: WeightMode, *, embedding: WeightMode | None, head: WeightMode | None, group_size: int, awq: bool = False
+    ) -> WeightModes:
         """Modes as asked for; None is int8 where the layers are int4, else like the layers.
 
         Raises:
-            InvalidOptionError: a group size that is no power of two from 16, or fp32 asked for beside another mode.
+            InvalidOptionError: a group size that is no power of two from 16, fp32 asked for beside another mode, or awq for layers that
+                are not int4.
         """
         if group_size < 16 or group_size & (group_size - 1):
             raise InvalidOptionError(f"group size {group_size} is not usable: choose a power of two from 16, such as 32, 64 or 128")
         default = WeightMode.INT8 if layers is WeightMode.INT4 else layers
-        modes = cls(layers=layers, embedding=embedding or default, head=head or default, group_size=group_size)
+        if awq and layers is not WeightMode.INT4:
+            raise InvalidOptionError(
+                f"--awq goes with --weights int4 only, not with {layers.value}: it evens out groups that share a scale; leave it out"
+            )
+        modes = cls(layers=layers, embedding=embedding or default, head=head or default, group_size=group_size, awq=awq)
         for name, mode in (("embedding", modes.embedding), ("head", modes.head)):
             if mode is WeightMode.FP32 and layers is not WeightMode.FP32:
                 raise InvalidOptionError(f"--{name} fp32 goes with --weights fp32 only, not with {layers.value}: choose int4, int8 or fp16")
@@ -88,37 +96,73 @@ def activation_group_size(channel_counts: Iterable[int], modes: WeightModes) -> 
     return group if group >= _SMALLEST_GROUP else 0
 
 
-def compress_stage(model: ov.Model, modes: WeightModes) -> ov.Model:
-    """Store the weights of a stage as `modes` says; a model that is fp16 throughout is left to `save_stage`.
+def compress_stage(model: ov.Model, modes: WeightModes) -> None:
+    """Store the weights of a stage as `modes` says, in place; a model that is fp16 throughout is left to `save_stage`.
 
     Args:
         model: a stage from `make_stateful`.
         modes: how its parts are stored.
     """
-    layers = _layer_nodes(model)
-    ends = dict.fromkeys(_embedding_nodes(model), modes.embedding) | dict.fromkeys(_head_nodes(model), modes.head)
-    in_mode = {**dict.fromkeys(layers, modes.layers), **ends}
-    with quiet_nncf():
-        if WeightMode.INT4 in in_mode.values():
-            model = nncf.compress_weights(
-                model,
-                mode=nncf.CompressWeightsMode.INT4_SYM,
-                ratio=1.0,
-                group_size=modes.group_size,
-                all_layers=True,
-                ignored_scope=_all_but(WeightMode.INT4, in_mode),
-                advanced_parameters=nncf.AdvancedCompressionParameters(
-                    group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST,
-                    min_adjusted_group_size=min(_SMALLEST_GROUP, modes.group_size),
-                ),
-            )
-        if WeightMode.INT8 in in_mode.values():
-            compressed = {name for name, mode in in_mode.items() if mode is WeightMode.INT4}
-            rest = {name: mode for name, mode in in_mode.items() if name not in compressed}
-            model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM, ignored_scope=_all_but(WeightMode.INT8, rest))
-    if not _is_halved_whole(modes):
-        _halve(model, {name for name, mode in in_mode.items() if mode is WeightMode.FP16})
-    return model
+    in_mode = dict.fromkeys(_layer_nodes(model), modes.layers)
+    in_mode |= dict.fromkeys(_embedding_nodes(model), modes.embedding) | dict.fromkeys(_head_nodes(model), modes.head)
+    if _is_halved_whole(modes):
+        return
+    made: dict[tuple[str, WeightMode, bool], ov.Output] = {}  # a tied embedding and head share what both store alike
+    for node in model.get_ordered_ops():
+        mode = in_mode.get(node.get_friendly_name(), WeightMode.FP32)
+        if mode is WeightMode.FP32:
+            continue
+        port = _weight_port(node)
+        constant = node.input_value(port).get_node()
+        is_turned = _is_turned(node, port)
+        key = (constant.get_friendly_name(), mode, is_turned)
+        if key not in made:
+            weights = constant.get_data()
+            made[key] = _stored(np.ascontiguousarray(weights.swapaxes(-1, -2)) if is_turned else weights, key[0], port, mode, modes)
+        if is_turned:
+            _turn(node, port)
+        node.input(port).replace_source_output(made[key])
+    model.validate_nodes_and_infer_types()
+
+
+def _stored(weights: NDArray[np.float32], name: str, port: int, mode: WeightMode, modes: WeightModes) -> ov.Output:
+    """Constants and the operations that make float32 of them again: the pattern that the plugins recognize and never compute.
+
+    Args:
+        weights: [.., rows, columns]; a row is one output's.
+        name: of the constant; those made here are called after it.
+        port: the input of the product that they go to, for a name as NNCF gives it.
+        mode: int4, int8 or fp16.
+        modes: for the group size.
+    """
+    rows = weights.reshape(-1, weights.shape[-1])
+    group = math.gcd(rows.shape[1], modes.group_size)
+    if mode is WeightMode.FP16:
+        half = opset13.constant(rows.astype(np.float16).reshape(weights.shape))
+        half.set_friendly_name(name)
+        return opset13.convert(half, "f32").output(0)
+    if mode is WeightMode.INT4 and group >= min(_SMALLEST_GROUP, modes.group_size):
+        int4 = to_int4(rows, group)
+        grouped = [*weights.shape[:-1], weights.shape[-1] // group, group]
+        integers = _named_constant(ov.op.Constant(ov.Tensor(int4.packed, ov.Shape(grouped), ov.Type.i4), shared_memory=False), name)
+        scales = int4.scales.reshape(*grouped[:-1], 1)
+        values = opset13.convert(integers, "f16")
+    else:
+        int8 = to_int8(rows)
+        integers = _named_constant(opset13.constant(int8.values.reshape(weights.shape)), name)
+        per_row = [*weights.shape[:-1], 1]
+        scales = int8.scales.reshape(per_row)
+        zero_points = _named_constant(opset13.constant(int8.zero_points.reshape(per_row)), f"{name}/zero_point")
+        values = opset13.subtract(opset13.convert(integers, "f16"), opset13.convert(zero_points, "f16"), name=f"{name}/zero_point/subtract")
+    scaled = opset13.multiply(values, _named_constant(opset13.constant(scales), f"{name}/scale"), name=f"{name}/fq_weights_{port}")
+    if len(scaled.get_output_shape(0)) != len(weights.shape):
+        scaled = opset13.reshape(scaled, np.array(weights.shape, dtype=np.int64), special_zero=False)
+    return opset13.convert(scaled, "f32", name=f"{name}/fq_weights_{port}/convert").output(0)
+
+
+def _named_constant(constant: ov.Node, name: str) -> ov.Node:
+    constant.set_friendly_name(name)
+    return constant
 
 
 def save_stage(model: ov.Model, xml: Path, modes: WeightModes) -> None:
@@ -131,7 +175,7 @@ def save_stage(model: ov.Model, xml: Path, modes: WeightModes) -> None:
     try:
         ov.save_model(model, xml, compress_to_fp16=_is_halved_whole(modes))
     except RuntimeError as error:  # all OpenVINO raises, a full disk included
-        raise UsageError(f"cannot write {xml}: {error}; is the disk full?") from error
+        raise UsageError(f"cannot write {xml}: {error}: free some space there, or choose another path") from error
 
 
 def _is_halved_whole(modes: WeightModes) -> bool:
@@ -149,12 +193,6 @@ def _number_nodes(model: ov.Model) -> None:
             node.set_friendly_name(f"{node.get_type_name()}_n{number}")
 
 
-def _all_but(mode: WeightMode, in_mode: dict[str, WeightMode]) -> nncf.IgnoredScope | None:
-    """What a pass for `mode` must leave alone."""
-    others = [name for name, other in in_mode.items() if other is not mode]
-    return nncf.IgnoredScope(names=others) if others else None
-
-
 def _layer_nodes(model: ov.Model) -> list[str]:
     """Friendly names of the products with weights inside decoder layers."""
     return [
@@ -162,7 +200,7 @@ def _layer_nodes(model: ov.Model) -> list[str]:
         for node in model.get_ordered_ops()
         if node.get_type_name() == "MatMul"
         and not node.get_friendly_name().startswith((_HEAD_PREFIX, _EMBEDDING_PREFIX))
-        and any(_weight_constant(node, port) is not None for port in range(2))
+        and any(_is_weights(node, port) for port in range(2))
     ]
 
 
@@ -183,28 +221,26 @@ def _named(model: ov.Model, kind: str, prefix: str) -> list[str]:
     return [node.get_friendly_name() for node in ops if node.get_type_name() == kind and node.get_friendly_name().startswith(prefix)]
 
 
-def _weight_constant(node: ov.Node, port: int) -> ov.Node | None:
-    """The matrix behind an input of a product, through the conversions that may stand between; None when it is computed."""
-    source = node.input_value(port).get_node()
-    while source.get_type_name() in ("Convert", "Transpose"):
-        source = source.input_value(0).get_node()
-    is_matrix = source.get_type_name() == "Constant" and sum(size > 1 for size in source.get_output_shape(0)) >= 2
-    return source if is_matrix else None
+def _weight_port(node: ov.Node) -> int:
+    """The input of a product or a look-up that is a matrix of weights."""
+    return next(port for port in range(2) if _is_weights(node, port))
 
 
-def _halve(model: ov.Model, names: set[str]) -> None:
-    """Store the weights of single nodes as float16."""
-    for node in model.get_ordered_ops():
-        if node.get_friendly_name() not in names:
-            continue
-        for port in range(2):
-            constant = _weight_constant(node, port)
-            if constant is None or constant.get_element_type() != ov.Type.f32:
-                continue
-            half = opset13.constant(constant.get_data().astype(np.float16))
-            half.set_friendly_name(constant.get_friendly_name())
-            restored = opset13.convert(half, "f32")
-            for consumer in constant.output(0).get_target_inputs():
-                if consumer.get_node().get_friendly_name() in names or consumer.get_node().get_type_name() in ("Convert", "Transpose"):
-                    consumer.replace_source_output(restored.output(0))
-    model.validate_nodes_and_infer_types()
+def _is_weights(node: ov.Node, port: int) -> bool:
+    """Whether an input is a matrix and not computed. Conversion has folded every transposition of weights into a constant or a product."""
+    source: ov.Node = node.input_value(port).get_node()
+    is_constant: bool = source.get_type_name() == "Constant"
+    return is_constant and sum(size > 1 for size in source.get_output_shape(0)) >= 2
+
+
+def _is_turned(node: ov.Node, port: int) -> bool:
+    """Whether a product takes its weights as [.., inputs, outputs], other than torch's layers keep them."""
+    if node.get_type_name() != "MatMul":
+        return False
+    attributes = node.get_attributes()
+    return bool(attributes["transpose_a"]) if port == 0 else not attributes["transpose_b"]
+
+
+def _turn(node: ov.Node, port: int) -> None:
+    """Let a product take its weights the other way round."""
+    node.set_attribute("transpose_a" if port == 0 else "transpose_b", port == 1)

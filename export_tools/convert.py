@@ -10,6 +10,7 @@ from typing import Any
 
 import openvino as ov
 import torch
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
 from export_tools.architectures import ModelShape
 from export_tools.stage_module import StageModule
@@ -40,7 +41,10 @@ def convert_stage(stage: StageModule, shape: ModelShape) -> ov.Model:
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
         # OpenVINO's converter traces; it will move on when torch drops tracing, and pyproject pins both.
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
-        model = ov.convert_model(stage, example_input=_example(stage, shape))
+        example = _example(stage, shape)
+        # Traced once and not, as by default, twice again to compare: a stage has no randomness, and verification compares more.
+        traced = TorchScriptPythonDecoder(stage, example_input=example, trace_kwargs={"check_trace": False})
+        model = ov.convert_model(traced, example_input=example)
     _name_inputs(model, stage, shape)
     _name_outputs(model, stage)
     model.validate_nodes_and_infer_types()

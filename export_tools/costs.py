@@ -11,6 +11,7 @@ than itself, and what a decoded token costs there is still the weights it reads.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,18 +49,14 @@ class PartBytes:
     head: int
 
 
-def layer_kinds(layers: Sequence[Any]) -> tuple[Hashable, ...]:
-    """For each decoder layer (a torch module, its weights may be on the meta device) what tells its kind: the shapes of its weights."""
-    return tuple(tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()) for layer in layers)
-
-
-def spans_to_measure(kinds: Sequence[Hashable], layer_bytes: Sequence[int]) -> tuple[LayerSpan, ...]:
+def spans_to_measure(kinds: Sequence[Hashable], layer_bytes: Sequence[int], num_stages: int = 1) -> tuple[LayerSpan, ...]:
     """The stages to measure: both ends with one layer each, one middle layer of each kind, and the longest run of one kind, cut to at
-    most `_LONG_RUN_LAYERS`. Pure.
+    most `_LONG_RUN_LAYERS`, and to what the largest stage of any cut has: measuring needs no more memory than exporting. Pure.
 
     Args:
         kinds: kind of each layer.
         layer_bytes: stored bytes of each layer.
+        num_stages: how many the model is cut into.
     """
     num_layers = len(kinds)
     middle = range(1, num_layers - 1)
@@ -73,8 +70,8 @@ def spans_to_measure(kinds: Sequence[Hashable], layer_bytes: Sequence[int]) -> t
     runs = [LayerSpan(start, end) for start, end in pairwise([*changes, num_layers - 1])]
     if runs:
         longest = max(runs, key=lambda run: run.num_layers)  # of equal ones the first
-        fitting = max(2, _LONG_RUN_BYTES // max(1, layer_bytes[longest.start]))
-        spans.add(LayerSpan(longest.start, longest.start + min(longest.num_layers, _LONG_RUN_LAYERS, fitting)))
+        fitting = min(_LONG_RUN_BYTES // max(1, layer_bytes[longest.start]), math.ceil(num_layers / num_stages))
+        spans.add(LayerSpan(longest.start, longest.start + min(longest.num_layers, _LONG_RUN_LAYERS, max(2, fitting))))
     return tuple(sorted(spans))
 
 
@@ -113,7 +110,7 @@ def measure_costs(
         cut: gives the stage module of a span; called for few spans, one after another.
         shape: the model's numbers.
         spans: what to measure, from `spans_to_measure`.
-        kinds: of each layer, from `layer_kinds`.
+        kinds: of each layer, from `WeightReader.layer_kinds`.
         stored: stored bytes of the parts.
         modes: how the parts are stored.
         activation_group_size: as in the manifest.
@@ -172,7 +169,7 @@ def _sample(stage: StageModule, shape: ModelShape, span: LayerSpan, modes: Weigh
     """A stage as it would stand in the bundle, without the way over the disk."""
     model = convert_stage(stage, shape)
     make_stateful(model, shape, span)
-    model = compress_stage(model, modes)
+    compress_stage(model, modes)
     if modes.layers is WeightMode.FP16:
         compress_model_transformation(model)
     return model

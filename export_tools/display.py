@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +19,7 @@ from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextCo
 from rich.progress import Progress as RichBars
 from rich.text import Text
 
-from langchain_pshard.core.bundle import Manifest
+from langchain_pshard.core.bundle import DraftEntry, Manifest, Verification
 
 _JSON_INTERVAL_S = 1.0
 
@@ -105,13 +108,21 @@ class JsonProgress:
 
 def worker_lines(manifest: Manifest, bundle: Path) -> list[str]:
     """The commands that start the bundle's workers."""
-    quoted = f'"{bundle}"' if " " in str(bundle) else str(bundle)
-    return [f"pshard-worker {quoted} --stage {idx}" for idx in range(manifest.num_stages)]
+    runner = "" if manifest.best_runner == "paged" else f" --runner {manifest.best_runner}"
+    return [worker_line(bundle, f"--stage {idx}{runner}") for idx in range(manifest.num_stages)]
+
+
+def worker_line(bundle: Path, role: str) -> str:
+    """The command that starts a worker with one role, such as `--stage 0` or `--draft`."""
+    quoted = subprocess.list2cmdline([str(bundle)]) if os.name == "nt" else shlex.quote(str(bundle))
+    return f"pshard-worker {quoted} {role}"
 
 
 def summary(manifest: Manifest, bundle: Path) -> str:
     """What was made, how well it agrees with the model, and the lines that start its workers."""
-    mode = manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "")
+    mode = (
+        manifest.weight_mode.value + (f", group {manifest.group_size}" if manifest.group_size else "") + (", awq" if manifest.awq else "")
+    )
     what = f"{manifest.model_name} ({manifest.architecture}, {mode})"
     lines = [f"{what} in {_count(manifest.num_stages, 'stage')}, fingerprint {manifest.fingerprint[:12]}"]
     lines += [
@@ -121,12 +132,17 @@ def summary(manifest: Manifest, bundle: Path) -> str:
     ]
     if manifest.costs is None:
         lines.append("  costs were not measured (--no-measure): a cut that was not given balances weight bytes")
-    lines += ["", _verification(manifest)]
-    options = "" if "paged" in manifest.runners else f" --runner {manifest.runners[0]}"
-    if options:
-        lines += [f"The attention of {manifest.architecture} has no paged form: its workers use the {manifest.runners[0]} runner."]
+    if (draft := manifest.draft) is not None:
+        lines.append(f"  draft: {draft.model_name} ({draft.architecture}, {draft.weight_mode.value}), {draft.num_bytes / 2**20:.1f} MiB")
+    lines += ["", _verification(manifest.verification)]
+    if manifest.draft is not None and manifest.draft.verification is not None:
+        lines.append(f"Draft. {_verification(manifest.draft.verification)}")
+    if manifest.best_runner != "paged":
+        lines += [f"The attention of {manifest.architecture} has no paged form: its workers use the {manifest.best_runner} runner."]
     lines += ["", "Start one worker for each stage, on this or any machine that has the folder:"]
-    lines += [f"  {line}{options}" for line in worker_lines(manifest, bundle)]
+    lines += [f"  {line}" for line in worker_lines(manifest, bundle)]
+    if manifest.draft is not None:
+        lines += ["and let one of them serve the draft too, or another worker alone:", f"  {_draft_line(manifest.draft, bundle)}"]
     return "\n".join(lines)
 
 
@@ -149,16 +165,32 @@ def as_json(manifest: Manifest, bundle: Path) -> str:
         "weights": manifest.weight_mode.value,
         "embedding": manifest.embedding_mode.value,
         "head": manifest.head_mode.value,
+        "awq": manifest.awq,
         "runners": list(manifest.runners),
         "stages": stages,
         "costs": msgspec.to_builtins(manifest.costs),
         "verification": msgspec.to_builtins(manifest.verification),
+        "draft": None if manifest.draft is None else _draft(manifest.draft, bundle),
     }
     return json.dumps(document, indent=1)
 
 
-def _verification(manifest: Manifest) -> str:
-    found = manifest.verification
+def _draft(draft: DraftEntry, bundle: Path) -> dict[str, Any]:
+    return {
+        "model_name": draft.model_name,
+        "architecture": draft.architecture,
+        "weights": draft.weight_mode.value,
+        "num_bytes": draft.num_bytes,
+        "verification": msgspec.to_builtins(draft.verification),
+        "worker": _draft_line(draft, bundle),
+    }
+
+
+def _draft_line(draft: DraftEntry, bundle: Path) -> str:
+    return worker_line(bundle, "--draft") + ("" if "paged" in draft.runners else f" --runner {draft.runners[0]}")
+
+
+def _verification(found: Verification | None) -> str:
     if found is None:
         return "Not verified against the unsplit model (--no-verify)."
     return (

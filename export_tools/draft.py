@@ -1,197 +1,106 @@
-"""The folder in which a bundle grows, and from which an interrupted export goes on.
+"""The draft model of a bundle: a small model that guesses what the bundle's own will say, exported unsplit beside its stages.
 
-`.NAME.draft-KEY/` lies beside the target NAME; KEY is a hash over the source and everything that shapes the bundle, so that a draft is
-only ever continued by the same export. Inside:
-
-```
-bundle/     what becomes the target: stages, tokenizer, at the very end the manifest
-stage-0.json, stage-0.npz, ..    one record for each finished stage: its files with their hashes, and what verification carries on
-costs.json  what the export has measured, where it has
-lock        held by the running export; the system lets go of it when the process dies
-```
-
-A stage is written under another name, flushed, renamed, and only then recorded; the manifest is written when all stages are there, and the
-rename onto the target comes last. So a kill at any time leaves either no record or a whole stage, and never something that loads.
+It speaks in token ids with the other one, so both must mean the same by each of them. That is compared first, on the tokenizers alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
-from export_tools.write import disk_errors, flush_tree, replace_folder, write_flushed
-from langchain_pshard.core.bundle import MANIFEST_NAME, LayerSpan, Manifest, ModelCosts, StageEntry, Verification, stage_dir, verify_files
-from langchain_pshard.core.errors import BundleError, UsageError
-
-_BUNDLE, _LOCK, _COSTS = "bundle", "lock", "costs.json"
-_PARTIAL = ".partial"
+from export_tools.compress import WeightModes, activation_group_size
+from export_tools.progress import Progress
+from export_tools.shards import Cut
+from export_tools.source import Source, TextParts, open_weights
+from langchain_pshard.core.bundle import DRAFT_DIR, DraftEntry, LayerSpan, StageEntry, Verification
+from langchain_pshard.core.errors import InvalidOptionError
 
 
-class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a finished stage."""
-
-    entry: StageEntry
-    verification: Verification | None = None
-    """Of the whole bundle; known behind the last stage."""
-
-
-def draft_key(parts: Mapping[str, Any]) -> str:
-    """Sixteen hexadecimal digits over everything that shapes a bundle; `parts` must be JSON."""
-    canonical = json.dumps(parts, sort_keys=True, default=str).encode()
-    return hashlib.sha256(canonical).hexdigest()[:16]
-
-
-class Draft:
-    """An open draft; from `open_draft`."""
-
-    def __init__(self, folder: Path, target: Path) -> None:
-        self.folder = folder
-        self.bundle = folder / _BUNDLE
-        self._target = target
-        self.is_published = False
-
-    def finished(self, stage_idx: int, span: LayerSpan) -> tuple[StageRecord, dict[str, NDArray[Any]]] | None:
-        """The record of a stage of this span that is there and whole; None when it has to be made."""
-        path = self._record(stage_idx)
-        try:
-            record = msgspec.json.decode(path.read_bytes(), type=StageRecord)
-            if record.entry.span != span:
-                return None  # costs that were lost and measured again may cut elsewhere; the key knows only what was asked for
-            verify_files(self.bundle, record.entry.files)
-            with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-                return record, dict(arrays)
-        except (FileNotFoundError, BundleError, msgspec.DecodeError, ValueError):
-            return None  # killed before it was whole, or damaged since: made again
-
-    @contextlib.contextmanager
-    def writing_stage(self, stage_idx: int) -> Iterator[Path]:
-        """A folder for the files of a stage, which becomes the stage at the end of the block."""
-        folder = self.bundle / stage_dir(stage_idx)
-        partial = folder.with_name(folder.name + _PARTIAL)
-        for leftover in (folder, partial):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        partial.mkdir(parents=True)
-        yield partial
-        flush_tree(partial)
-        partial.rename(folder)
-
-    def record(self, stage_idx: int, record: StageRecord, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Note that a stage is finished; the arrays go with it."""
-        path = self._record(stage_idx)
-        partial = path.with_suffix(f".npz{_PARTIAL}")
-        with partial.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # its stub takes the names for its own options
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path.with_suffix(".npz"))
-        write_flushed(path, msgspec.json.encode(record))
-
-    def keep_costs(self, costs: ModelCosts) -> None:
-        """Note what was measured, for `kept_costs`."""
-        write_flushed(self.folder / _COSTS, msgspec.json.encode(costs))
-
-    def publish(self, manifest: Manifest) -> None:
-        """Write the manifest, flush everything, and put the bundle in the target's place."""
-        for leftover in self.bundle.glob(f"*{_PARTIAL}"):
-            shutil.rmtree(leftover)
-        flush_tree(self.bundle)
-        write_flushed(self.bundle / MANIFEST_NAME, manifest.to_json())
-        replace_folder(self.bundle, self._target)
-        self.is_published = True
-
-    @property
-    def has_finished_stages(self) -> bool:
-        return any(self.folder.glob("stage-*.json"))
-
-    def _record(self, stage_idx: int) -> Path:
-        return self.folder / f"{stage_dir(stage_idx)}.json"
-
-
-def kept_costs(target: Path, key: str) -> ModelCosts | None:
-    """What an interrupted export has measured: measured again it would differ, and with it perhaps the cut and every stage."""
-    try:
-        return msgspec.json.decode((_folder(target, key) / _COSTS).read_bytes(), type=ModelCosts)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None  # never measured, or damaged since: measured again
-
-
-@contextlib.contextmanager
-def open_draft(target: Path, key: str) -> Iterator[Draft]:
-    """The draft of `target` under `key`, new or as an interrupted export left it.
-
-    It is removed once published, and when the block ends before any stage was finished. Otherwise it stays, so that the same call goes on
-    from there.
+def check_same_tokens(target: Source, target_tokenizer: Any, draft: Source, draft_tokenizer: Any) -> None:
+    """Refuse a draft model whose token ids mean something else.
 
     Raises:
-        UsageError: another export of the same bundle is running, the disk is full, or the target's folder cannot be written.
+        InvalidOptionError: the vocabularies or special tokens differ; it names the first difference with both values.
     """
-    folder = _folder(target, key)
-    draft = Draft(folder, target)
-    with disk_errors(target):
-        draft.bundle.mkdir(parents=True, exist_ok=True)
-        with (folder / _LOCK).open("ab") as lock:
-            if not _try_lock(lock):
-                raise UsageError(f"another export to {target} with the same options is running: wait for it, or end it")
-            for leftover in draft.bundle.glob(f"{MANIFEST_NAME}*"):  # killed before the last rename; the stages are checked again
-                leftover.unlink()
-            try:
-                yield draft
-            finally:
-                keeps = not draft.is_published and draft.has_finished_stages
-                lock.close()  # no system but POSIX removes a folder with an open file
-                if not keeps:
-                    shutil.rmtree(folder)
+    difference = _vocabulary_difference(target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()) or _special_difference(
+        target_tokenizer, draft_tokenizer
+    )
+    if difference is None:
+        return
+    what, own, other = difference
+    raise InvalidOptionError(
+        f"--draft {draft.name} cannot draft for {target.name}: {what} is {own} in {target.name} and {other} in {draft.name}:"
+        " choose a model of the same family, with the same tokenizer"
+    )
 
 
-def remove_stale_drafts(target: Path, key: str) -> int:
-    """Remove drafts of `target` that other options or another source left behind and no running export holds; returns their bytes."""
-    num_bytes = 0
-    for folder in target.parent.glob(f".{_escaped(target.name)}.draft-*"):
-        if folder.name.endswith(key) or not folder.is_dir():
-            continue
-        with (folder / _LOCK).open("ab") as lock:
-            is_free = _try_lock(lock)
-        if is_free:
-            num_bytes += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            shutil.rmtree(folder)
-    return num_bytes
+def _vocabulary_difference(own: dict[str, int], other: dict[str, int]) -> tuple[str, str, str] | None:
+    """What differs first, by id, with both values."""
+    if own == other:
+        return None
+    by_id, other_by_id = ({idx: token for token, idx in vocabulary.items()} for vocabulary in (own, other))
+    different = [idx for idx in sorted(by_id.keys() | other_by_id.keys()) if by_id.get(idx) != other_by_id.get(idx)]
+    if not different:  # two tokens of one id
+        return "the number of tokens", str(len(own)), str(len(other))
+    first = different[0]
+    sizes = f"the first of {len(different)} differences between vocabularies of {len(own)} and {len(other)} tokens"
+    return f"token {first} ({sizes})", _shown(by_id.get(first)), _shown(other_by_id.get(first))
 
 
-def _folder(target: Path, key: str) -> Path:
-    return target.parent / f".{target.name}.draft-{key}"
+def _special_difference(own: Any, other: Any) -> tuple[str, str, str] | None:
+    own_roles, other_roles = own.special_tokens_map, other.special_tokens_map
+    for role in sorted(own_roles.keys() | other_roles.keys()):
+        if own_roles.get(role) != other_roles.get(role):
+            return f"the special token {role}", _shown(own_roles.get(role)), _shown(other_roles.get(role))
+    own_ids, other_ids = set(own.all_special_ids), set(other.all_special_ids)
+    if own_ids == other_ids:
+        return None
+    first = min(own_ids ^ other_ids)
+    kinds = ("special", "ordinary") if first in own_ids else ("ordinary", "special")
+    return f"token {first}", *kinds
 
 
-def _escaped(name: str) -> str:
-    """The name as a glob pattern that matches only itself."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+def _shown(token: Any) -> str:
+    return "missing" if token is None else repr(token)
 
 
-def _try_lock(file: IO[bytes]) -> bool:
-    """Lock an open file until it is closed; False when another process, or another handle, holds it."""
-    if os.name == "nt":
-        import msvcrt
+def cut_draft(source: Source, text: TextParts, modes: WeightModes, progress: Progress) -> Cut:
+    """The draft model as one shard; opens its weights.
 
-        try:
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-        except OSError:
-            return False
-        return True
-    import fcntl
+    Raises:
+        SourceError: missing, incomplete or damaged weight files.
+    """
+    reader = open_weights(source, progress)
+    return Cut(
+        source=source,
+        weights=reader,
+        sizes=reader.sizes(),
+        text=text,
+        spans=(LayerSpan(0, source.shape.num_layers),),
+        folders=(DRAFT_DIR,),
+        modes=modes,
+        is_draft=True,
+    )
 
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+
+def draft_entry(cut: Cut, shard: StageEntry, verification: Verification | None) -> DraftEntry:
+    """What the manifest says of the draft model."""
+    shape, modes = cut.source.shape, cut.modes
+    return DraftEntry(
+        model_name=cut.source.name,
+        architecture=shape.architecture,
+        span=shard.span,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        context_length=shape.context_length,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        attention_windows=shape.attention_windows,
+        weight_mode=modes.layers,
+        embedding_mode=modes.embedding,
+        head_mode=modes.head,
+        group_size=modes.group_size if modes.has_int4 else None,
+        activation_group_size=activation_group_size(cut.sizes.channel_counts, modes),
+        files=shard.files,
+        runners=shape.runners,
+        verification=verification,
+    )

@@ -1,12 +1,10 @@
-"""One model to one bundle: identify, cut, convert, compress, verify, publish; stage by stage, with one stage in memory."""
+"""One model to one bundle: identify, cut, make the shards (`shards`), publish; and a draft model beside it (`draft`)."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,23 @@ from typing import Any
 import msgspec
 import psutil
 
-from export_tools import budget, genai, verify
-from export_tools.compress import WeightModes, activation_group_size, compress_stage, save_stage
-from export_tools.convert import convert_stage
-from export_tools.costs import PartBytes, layer_kinds, measure_costs, spans_to_measure
-from export_tools.draft import Draft, StageRecord, draft_key, kept_costs, open_draft, remove_stale_drafts
+from export_tools import budget, genai
+from export_tools.awq import check as check_scalable
+from export_tools.compress import WeightModes, activation_group_size
+from export_tools.costs import PartBytes, measure_costs, spans_to_measure
+from export_tools.draft import check_same_tokens, cut_draft, draft_entry
 from export_tools.plan import balanced_spans, check_num_stages, spans_from_counts
 from export_tools.progress import Progress, SilentProgress
+from export_tools.shards import Cut, make_shards
 from export_tools.source import Source, TextParts, identify, load_text_parts, open_weights
 from export_tools.stage_module import cut_stage
-from export_tools.stateful import make_stateful
+from export_tools.unfinished import Unfinished, export_key, kept_costs, open_unfinished, remove_stale
 from export_tools.weights import WeightReader, WeightSizes
 from export_tools.write import check_target, recover_target
 from langchain_pshard.core.bundle import (
     FORMAT_VERSION,
-    MODEL_XML,
     TOKENIZER_DIR,
+    DraftEntry,
     FileEntry,
     LayerSpan,
     Manifest,
@@ -40,36 +39,9 @@ from langchain_pshard.core.bundle import (
     describe_file,
     stage_dir,
 )
+from langchain_pshard.core.errors import InvalidOptionError
 
-_SHAPED_BY = ("langchain-pshard", "nncf", "openvino", "torch", "transformers")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """Everything that is decided before the first stage is read."""
-
-    source: Source
-    weights: WeightReader
-    sizes: WeightSizes
-    text: TextParts
-    spans: tuple[LayerSpan, ...]
-    modes: WeightModes
-    costs: ModelCosts | None
-    key: str
-    """What an interrupted export must agree in to be continued."""
-    verifies: bool
-    for_genai: bool
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Carried:
-    """What verification hands from one stage to the next: hidden states of the unsplit model and of the shards, text by text."""
-
-    before: verify.Arrays
-    after: verify.Arrays
-    verification: Verification | None = None
-    """Known behind the last stage."""
+_SHAPED_BY = ("langchain-pshard", "openvino", "torch", "transformers")
 
 
 def export_bundle(
@@ -82,6 +54,9 @@ def export_bundle(
     embedding: WeightMode | None = None,
     head: WeightMode | None = None,
     group_size: int = 128,
+    awq: bool = False,
+    draft: str | None = None,
+    draft_weights: WeightMode | None = None,
     overwrite: bool = False,
     measure: bool = False,
     verify_shards: bool = True,
@@ -91,9 +66,8 @@ def export_bundle(
 ) -> Manifest:
     """Export a model into a bundle that appears at `out` whole or not at all.
 
-    One stage is in memory at a time: at most twice its float32 weights and 1.5 GiB; measuring holds a few short samples, which may be more
-    where stages have few layers. An interrupted export leaves its finished stages in a hidden folder beside `out`; the same call continues
-    there.
+    One shard is in memory at a time: at most twice its float32 weights and 1.5 GiB. An interrupted export leaves its finished shards in a
+    hidden folder beside `out`; the same call continues there.
 
     Args:
         source: a model folder, a .gguf file, a hub id, or "demo".
@@ -105,6 +79,10 @@ def export_bundle(
         embedding: how the embedding is stored; None is int8 where the layers are int4, else like the layers.
         head: the same for the output head.
         group_size: int4 weights per scale; smaller where it does not divide a channel count.
+        awq: scale the layers before int4, so that groups lose less; a layer keeps the same bytes whatever the split.
+        draft: a small model with the same tokenizer, named like `source`, that guesses tokens for this one to verify; it becomes one more
+            shard of the bundle, uncut.
+        draft_weights: how its layers' weights are stored; None is like `weights`.
         overwrite: replace a bundle that is already there.
         measure: measure what the model's parts cost on this machine and keep it in the manifest. Two measurements differ in their last
             digits, and so do the fingerprints of two exports, possibly their cuts.
@@ -124,7 +102,8 @@ def export_bundle(
         UsageError: the bundle cannot be written, or memory or disk would not hold it.
     """
     progress = progress or SilentProgress()
-    modes = WeightModes.of(weights, embedding=embedding, head=head, group_size=group_size)
+    modes = WeightModes.of(weights, embedding=embedding, head=head, group_size=group_size, awq=awq)
+    draft_modes = _draft_modes(draft, draft_weights, modes)
     recover_target(out)
     check_target(out, overwrite=overwrite)
     found = identify(source, progress, trusts_code=trusts_code)
@@ -135,150 +114,93 @@ def export_bundle(
         spans_from_counts(layers, shape.num_layers, num_stages)  # a bad cut is refused before the weights are looked at
     if for_genai:
         genai.check(len(layers) if layers is not None else num_stages or 1)
+    text = load_text_parts(found, progress)
+    draft_cut = None if draft is None else _draft_cut(draft, draft_modes, found, text, progress, trusts_code=trusts_code)
     reader = open_weights(found, progress)
+    if modes.awq:
+        check_scalable(reader.empty_layers, origin=found.location, architecture=shape.architecture)
     sizes = reader.sizes()
     stored = part_bytes(sizes, modes)
-    key = draft_key(
+    key = export_key(
         {
-            "files": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in reader.files],
-            "config": found.config.to_dict(),
+            "model": _model_parts(found, reader, modes),
+            "draft": None if draft_cut is None else _model_parts(draft_cut.source, draft_cut.weights, draft_cut.modes),
             "cut": layers if layers is not None else num_stages or 1,
-            "modes": str(modes),
             "options": [measure, verify_shards, for_genai],
             "versions": _versions(),
             "exporter": _exporter_digest(),
         }
     )
     given = None if layers is None else spans_from_counts(layers, shape.num_layers, num_stages)
+    num_spans = len(given) if given else num_stages or 1
+    disk_bytes = 0
+    if draft_cut is not None:
+        disk_bytes = _check_memory(draft_cut.sizes, draft_cut.spans, draft_cut.modes, is_draft=True).disk
     if measure:  # which takes a while: what no cut could help is refused before
-        _check_memory(sizes, given or lightest_spans(sizes, num_stages or 1), modes)
-    costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, progress) if measure else None
-    spans = given or balanced_spans(*cutting_costs(costs, stored), num_stages or 1)
-    needed = _check_memory(sizes, spans, modes)
-    job = _Job(
+        _check_memory(sizes, given or lightest_spans(sizes, num_spans), modes)
+    costs = kept_costs(out, key) or _measured(found, reader, sizes, stored, modes, num_spans, progress) if measure else None
+    spans = given or balanced_spans(*cutting_costs(costs, stored), num_spans)
+    disk_bytes += _check_memory(sizes, spans, modes).disk
+    cut = Cut(
         source=found,
         weights=reader,
         sizes=sizes,
-        text=load_text_parts(found, progress),
+        text=text,
         spans=spans,
+        folders=tuple(stage_dir(idx) for idx in range(len(spans))),
         modes=modes,
-        costs=costs,
-        key=key,
-        verifies=verify_shards,
         for_genai=for_genai,
-        progress=progress,
     )
-    return _run(job, out, needed)
-
-
-def _run(job: _Job, out: Path, needed: budget.Needs) -> Manifest:
-    key = job.key
     if out.parent.is_dir():
-        freed = remove_stale_drafts(out, key)
+        freed = remove_stale(out, key)
         if freed:
-            job.progress.note(f"removed an unfinished export to {out} with other options or another source ({budget.gib(freed)})")
-    with open_draft(out, key) as draft:
-        written = sum(path.stat().st_size for path in draft.bundle.rglob("*") if path.is_file())
-        budget.check_disk(needed, shutil.disk_usage(draft.folder).free, written_bytes=written, folder=str(out.parent))
-        if job.costs is not None:
-            draft.keep_costs(job.costs)
-        stages, verification = _make_stages(job, draft)
-        if verification is not None:
-            verify.check(verification, job.modes)
-        tokenizer_files = _write_tokenizer(draft, job.text)
-        manifest = _manifest(job, stages, tokenizer_files, verification)
-        with job.progress.task("flushing to the disk"):
-            draft.publish(manifest)
+            progress.note(f"removed an unfinished export to {out} with other options or another source ({budget.gib(freed)})")
+    with open_unfinished(out, key) as unfinished:
+        written = sum(path.stat().st_size for path in unfinished.bundle.rglob("*") if path.is_file())
+        budget.check_disk(disk_bytes, shutil.disk_usage(unfinished.folder).free, written_bytes=written, folder=str(out.parent))
+        if costs is not None:
+            unfinished.keep_costs(costs)
+        stages, verification = make_shards(cut, unfinished, progress, verifies=verify_shards)
+        entry = None
+        if draft_cut is not None:
+            (shard,), draft_verification = make_shards(draft_cut, unfinished, progress, verifies=verify_shards)
+            entry = draft_entry(draft_cut, shard, draft_verification)
+        manifest = _manifest(cut, costs, stages, _write_tokenizer(unfinished, text), verification, entry)
+        with progress.task("flushing to the disk"):
+            unfinished.publish(manifest)
     return manifest
 
 
-def _make_stages(job: _Job, draft: Draft) -> tuple[tuple[StageEntry, ...], Verification | None]:
-    """All stages in order, those of an interrupted export as they are."""
-    ids = verify.text_ids(job.text.tokenizer, job.source.shape) if job.verifies else []
-    carried = _Carried(before=ids, after=ids)
-    entries = []
-    with job.progress.task("export", total=sum(job.weights.stored_bytes(span) for span in job.spans)) as advance:
-        for stage_idx, span in enumerate(job.spans):
-            finished = draft.finished(stage_idx, span)
-            if finished is not None:
-                record, carried = finished[0], _unpacked(*finished)
-                job.progress.note(f"stage {stage_idx} of {len(job.spans)}, layers {span}: kept from the interrupted export")
-            else:
-                record, carried = _make_stage(job, draft, stage_idx, carried)
-            entries.append(record.entry)
-            advance(job.weights.stored_bytes(span))
-    return tuple(entries), carried.verification
+def _draft_modes(draft: str | None, draft_weights: WeightMode | None, modes: WeightModes) -> WeightModes:
+    if draft is None and draft_weights is not None:
+        raise InvalidOptionError(f"--draft-weights {draft_weights.value} says how a draft model is stored: name one with --draft")
+    return WeightModes.of(draft_weights or modes.layers, embedding=None, head=None, group_size=modes.group_size)
 
 
-def _make_stage(job: _Job, draft: Draft, stage_idx: int, carried: _Carried) -> tuple[StageRecord, _Carried]:
-    """Read, convert, compress, write, verify and record one stage; nothing of it stays in memory."""
-    span, shape, progress = job.spans[stage_idx], job.source.shape, job.progress
-    title = f"stage {stage_idx} of {len(job.spans)}, layers {span}"
-    with draft.writing_stage(stage_idx) as folder:
-        before = _write_stage(job, span, folder, carried.before, title)
-        gc.collect()  # modules and graphs hold one another
-        after: verify.Arrays = []
-        if job.verifies:
-            with progress.task(f"{title}: verifying"):
-                after = verify.run_shard(folder / MODEL_XML, carried.after)
-        if job.for_genai:
-            with progress.task(f"{title}: adding tokenizer models for openvino_genai"):
-                genai.add_models(folder, job.source, job.text)
-    is_last = span.end == shape.num_layers
-    if is_last and job.verifies:
-        ids = verify.text_ids(job.text.tokenizer, shape)
-        carried = _Carried(before=[], after=[], verification=verify.compare(ids, before, after))
-    else:
-        carried = _Carried(before=before, after=after)
-    with progress.task(f"{title}: hashing"):
-        written = sorted((draft.bundle / stage_dir(stage_idx)).iterdir(), key=_graph_first)
-        entry = StageEntry(span=span, files=tuple(describe_file(draft.bundle, path) for path in written))
-    record = StageRecord(entry=entry, verification=carried.verification)
-    draft.record(stage_idx, record, _packed(carried))
-    return record, carried
+def _draft_cut(name: str, modes: WeightModes, target: Source, target_text: TextParts, progress: Progress, *, trusts_code: bool) -> Cut:
+    """The draft model, which speaks in the same tokens as `target`: nothing but tokenizers is read before that is known."""
+    source = identify(name, progress, trusts_code=trusts_code)
+    text = load_text_parts(source, progress)
+    check_same_tokens(target, target_text.tokenizer, source, text.tokenizer)
+    return cut_draft(source, text, modes, progress)
 
 
-def _write_stage(job: _Job, span: LayerSpan, folder: Path, inputs: verify.Arrays, title: str) -> verify.Arrays:
-    """Write the graph of one span; returns what the unsplit model makes of the inputs. A function, so that all it loaded goes with it."""
-    shape, progress = job.source.shape, job.progress
-    with progress.task(f"{title}: reading", total=job.weights.stored_bytes(span)) as advance:
-        model = job.weights.read(span, advance)
-    outputs: verify.Arrays = []
-    if job.verifies:
-        with progress.task(f"{title}: running the unsplit model's layers"):
-            outputs = verify.run_reference(model, shape, span, inputs)
-    with progress.task(f"{title}: converting"):
-        graph = convert_stage(cut_stage(model, shape, span), shape)
-        make_stateful(graph, shape, span)
-    with progress.task(f"{title}: compressing to {job.modes.layers.value}"):
-        graph = compress_stage(graph, job.modes)
-    with progress.task(f"{title}: writing"):
-        save_stage(graph, folder / MODEL_XML, job.modes)
-    return outputs
+def _model_parts(source: Source, reader: WeightReader, modes: WeightModes) -> dict[str, Any]:
+    """What an interrupted export must agree in to be continued, of one model."""
+    return {
+        "files": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in reader.files],
+        "config": source.config.to_dict(),
+        "modes": str(modes),
+    }
 
 
-def _graph_first(path: Path) -> tuple[bool, str, bool]:
-    """The order of a stage's files in the manifest: the graph, its weights, the rest by name."""
-    return path.stem != Path(MODEL_XML).stem, path.stem, path.suffix != ".xml"
-
-
-def _packed(carried: _Carried) -> dict[str, Any]:
-    pairs = enumerate(zip(carried.before, carried.after, strict=True))
-    return {f"{side}-{idx}": values for idx, pair in pairs for side, values in zip(("before", "after"), pair, strict=True)}
-
-
-def _unpacked(record: StageRecord, arrays: dict[str, Any]) -> _Carried:
-    before, after = ([arrays[f"{side}-{idx}"] for idx in range(len(arrays) // 2)] for side in ("before", "after"))
-    return _Carried(before=before, after=after, verification=record.verification)
-
-
-def _write_tokenizer(draft: Draft, text: TextParts) -> tuple[FileEntry, ...]:
-    folder = draft.bundle / TOKENIZER_DIR
+def _write_tokenizer(unfinished: Unfinished, text: TextParts) -> tuple[FileEntry, ...]:
+    folder = unfinished.bundle / TOKENIZER_DIR
     if folder.exists():
         shutil.rmtree(folder)
     text.tokenizer.save_pretrained(folder)
     text.generation_config.to_json_file(folder / "generation_config.json")
-    return tuple(describe_file(draft.bundle, path) for path in sorted(folder.rglob("*")) if path.is_file())
+    return tuple(describe_file(unfinished.bundle, path) for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def part_bytes(sizes: WeightSizes, modes: WeightModes) -> PartBytes:
@@ -306,19 +228,22 @@ def lightest_spans(sizes: WeightSizes, num_stages: int) -> tuple[LayerSpan, ...]
     return balanced_spans([sizes.layers[0] + sizes.embedding, *sizes.layers[1:]], sizes.head, num_stages)
 
 
-def _check_memory(sizes: WeightSizes, spans: tuple[LayerSpan, ...], modes: WeightModes) -> budget.Needs:
+def _check_memory(sizes: WeightSizes, spans: tuple[LayerSpan, ...], modes: WeightModes, *, is_draft: bool = False) -> budget.Needs:
     """What a cut needs; raises UsageError where memory will not hold it."""
     needed = budget.needs(sizes, spans, modes)
-    budget.check_memory(needed, psutil.virtual_memory().available, num_stages=len(spans), num_layers=len(sizes.layers))
+    shard = "the draft" if is_draft else f"stage {needed.heaviest_stage} of {len(spans)}"
+    remedy = "cut the model into more stages" if len(spans) < len(sizes.layers) else "use a machine with more memory"
+    remedy = "choose a smaller draft model" if is_draft else remedy
+    budget.check_memory(needed, psutil.virtual_memory().available, shard=shard, remedy=remedy)
     return needed
 
 
 def _measured(
-    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, progress: Progress
+    source: Source, reader: WeightReader, sizes: WeightSizes, stored: PartBytes, modes: WeightModes, num_stages: int, progress: Progress
 ) -> ModelCosts:
     """Time a few short spans, each read by itself."""
-    kinds = layer_kinds(reader.empty_model().model.layers)
-    samples = spans_to_measure(kinds, stored.layers)
+    kinds = reader.layer_kinds()
+    samples = spans_to_measure(kinds, stored.layers, num_stages)
     budget.check_measuring(sizes, samples, modes, psutil.virtual_memory().available)
     return measure_costs(
         lambda span: cut_stage(reader.read(span), source.shape, span),
@@ -333,14 +258,19 @@ def _measured(
 
 
 def _manifest(
-    job: _Job, stages: tuple[StageEntry, ...], tokenizer_files: tuple[FileEntry, ...], verification: Verification | None
+    cut: Cut,
+    costs: ModelCosts | None,
+    stages: tuple[StageEntry, ...],
+    tokenizer_files: tuple[FileEntry, ...],
+    verification: Verification | None,
+    draft: DraftEntry | None,
 ) -> Manifest:
-    shape, modes, text, costs = job.source.shape, job.modes, job.text, job.costs
+    shape, modes, text = cut.source.shape, cut.modes, cut.text
     if costs is not None:
         stages = tuple(msgspec.structs.replace(stage, cost=costs.stage(stage.span)) for stage in stages)
     return Manifest(
         format_version=FORMAT_VERSION,
-        model_name=job.source.name,
+        model_name=cut.source.name,
         architecture=shape.architecture,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -355,18 +285,20 @@ def _manifest(
         embedding_mode=modes.embedding,
         head_mode=modes.head,
         group_size=modes.group_size if modes.has_int4 else None,
-        activation_group_size=activation_group_size(job.sizes.channel_counts, modes),
+        activation_group_size=activation_group_size(cut.sizes.channel_counts, modes),
         stages=stages,
         tokenizer_files=tokenizer_files,
         exported_with=_versions(),
         runners=shape.runners,
         costs=costs,
         verification=verification,
+        draft=draft,
+        awq=modes.awq,
     ).sealed()
 
 
 def _exporter_digest() -> str:
-    """Over this package's source: a draft of another version of it is not continued."""
+    """Over this package's source: what another version of it left unfinished is not continued."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 from collections.abc import Iterator
 
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No advice and no bars."""
-    verbosity = transformers_logging.get_verbosity()
+    verbosity, hub_verbosity = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def quiet_nncf() -> Iterator[None]:
-    """No tables at INFO and no bars on standard output, for which NNCF has no switch."""
-    logger = logging.getLogger("nncf")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(before)

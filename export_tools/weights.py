@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ class WeightReader:
         self._shape = shape
         self._checkpoint = checkpoint
         self._origin = origin
-        self._names = checkpoint.names(self.empty_model())
+        self._shapes = self.empty_model()  # to look at; a model that is read into is another one
+        self._names = checkpoint.names(self._shapes)
         self._targets = self._match()
         self._check_complete()
 
@@ -82,8 +83,16 @@ class WeightReader:
 
     def sizes(self) -> WeightSizes:
         """How large each part is."""
-        model = self.empty_model()
-        return sizes_of(model, is_tied=self._is_tied(model))
+        return sizes_of(self._shapes, is_tied=self._is_tied())
+
+    @property
+    def empty_layers(self) -> Any:
+        """The decoder layers, with shapes but no data."""
+        return self._shapes.model.layers
+
+    def layer_kinds(self) -> tuple[Hashable, ...]:
+        """See `layer_kinds`."""
+        return layer_kinds(self.empty_layers)
 
     def read(self, span: LayerSpan, on_bytes: Callable[[int], None] = lambda _: None) -> Any:
         """A float32 model that holds the layers of `span`, with the embedding for the first and norm and head for the last.
@@ -96,7 +105,7 @@ class WeightReader:
             SourceError: data that does not fit the model's shapes, or is not finite.
         """
         model = self.empty_model()
-        wanted = self._wanted(model, span)
+        wanted = self._wanted(span)
         stored = [name for name, target in self._targets.items() if _part(target) in wanted]
         options = LoadStateDictConfig(dtype=torch.float32, weight_mapping=get_model_conversion_mapping(model))
         with self._checkpoint.reading(stored, model, on_bytes) as tensors, quiet_transformers():
@@ -116,12 +125,12 @@ class WeightReader:
 
     def stored_bytes(self, span: LayerSpan) -> int:
         """Bytes on the disk that `read` will read, for a progress display."""
-        wanted = self._wanted(self.empty_model(), span)
+        wanted = self._wanted(span)
         return sum(self._names[name].num_bytes for name, target in self._targets.items() if _part(target) in wanted)
 
     def _match(self) -> dict[str, str]:
         """Checkpoint name to the model's (first) name for it; what the model does not know is left out."""
-        model = self.empty_model()
+        model = self._shapes
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -137,7 +146,7 @@ class WeightReader:
 
     def _check_complete(self) -> None:
         """Most checkpoints lack a tensor because a file was lost: every layer must have as many tensors as the model says it has."""
-        model = self.empty_model()
+        model = self._shapes
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         found = set(self._targets.values())
         split = {entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)}
@@ -163,16 +172,16 @@ class WeightReader:
                         f"{self._origin} holds {number} of the {most} parts of {target}: the checkpoint is incomplete; download it again"
                     )
 
-    def _is_tied(self, model: Any) -> bool:
-        return "lm_head.weight" in model.all_tied_weights_keys and not {"lm_head.weight", "model.embed_tokens.weight"} <= set(
+    def _is_tied(self) -> bool:
+        return "lm_head.weight" in self._shapes.all_tied_weights_keys and not {"lm_head.weight", "model.embed_tokens.weight"} <= set(
             self._targets.values()
         )
 
-    def _wanted(self, model: Any, span: LayerSpan) -> set[str]:
+    def _wanted(self, span: LayerSpan) -> set[str]:
         """Parts (see `_part`) that a span needs."""
         parts = {str(idx) for idx in range(span.start, span.end)}
         is_last = span.end == self._shape.num_layers
-        is_tied = "lm_head.weight" in model.all_tied_weights_keys
+        is_tied = "lm_head.weight" in self._shapes.all_tied_weights_keys
         if span.start == 0:
             parts |= {_EMBEDDING}
         if is_last:
@@ -203,6 +212,11 @@ def sizes_of(model: Any, *, is_tied: bool = False) -> WeightSizes:
         largest_tensor=max(tensor.numel() for tensor in model.parameters()),
         channel_counts=frozenset(_channel_counts(model)),
     )
+
+
+def layer_kinds(layers: Iterable[Any]) -> tuple[Hashable, ...]:
+    """For each decoder layer (a torch module, its weights may be on the meta device) what tells its kind: the shapes of its weights."""
+    return tuple(tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters()) for layer in layers)
 
 
 def _lacks(origin: str, missing: list[str]) -> str:

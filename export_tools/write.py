@@ -1,11 +1,12 @@
 """How files and folders come to the disk: whole, flushed, and in one rename.
 
-Until a new bundle is renamed onto the target, the target is what it was. The folder it grows in is `draft.py`'s.
+Until a new bundle is renamed onto the target, the target is what it was. The folder it grows in is `unfinished.py`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from langchain_pshard.core.bundle import MANIFEST_NAME
 from langchain_pshard.core.errors import InvalidOptionError, UsageError
+
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC, errno.EFBIG)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -129,4 +132,6 @@ def disk_errors(target: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is None and error.errno is None:  # raised by a library about something else than a file
             raise
-        raise UsageError(f"cannot write the bundle {target}: {error.strerror or error} ({error.filename or target})") from error
+        remedy = "free some space there, or choose another path" if error.errno in _NO_ROOM else "choose another path, or make it writable"
+        where = error.filename or target
+        raise UsageError(f"cannot write the bundle {target}: {error.strerror or error} ({where}): {remedy}") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 from uuid import uuid4
@@ -25,7 +24,7 @@ from pydantic import ConfigDict, PrivateAttr, model_validator
 from langchain_pshard.call_options import CallOptions
 from langchain_pshard.calls import Call, apieces, constraint, pieces, prepare, prompt_of
 from langchain_pshard.connection import Connection, FleetSettings, Share
-from langchain_pshard.core.bundle import TOKENIZER_DIR, Manifest, load_manifest
+from langchain_pshard.core.bundle import Manifest, load_manifest
 from langchain_pshard.core.errors import BundleError, InvalidOptionError
 from langchain_pshard.core.version import software_version
 from langchain_pshard.failures import langchain_errors
@@ -33,13 +32,13 @@ from langchain_pshard.profile import profile_of
 from langchain_pshard.prompt import Prompter
 from langchain_pshard.reply import PROVIDER
 from langchain_pshard.structured import binding_of, parser_of, with_raw
-from langchain_pshard.tokenizer import Tokenizer
+from langchain_pshard.tokenizer import Tokenizer, tokenizer_of
 from langchain_pshard.tools import as_choice, as_tools
 
 _VERSION = software_version()
 _MAX_BATCH_THREADS = 256
-_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens")
-_LOCAL_ONLY = {"runner": "paged", "numerics": "fast", "kv_memory": None, "threads": None}
+_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens", "prefix_cache")
+_LOCAL_ONLY = {"runner": None, "numerics": "fast", "kv_memory": None, "kv_precision": None, "threads": None}
 
 
 class ChatPShard(CallOptions, BaseChatModel):
@@ -72,12 +71,14 @@ class ChatPShard(CallOptions, BaseChatModel):
     """Name in traces and metadata; None takes the model's own."""
     connect_timeout: float = 30.0
     """Longest wait for workers to answer, in seconds."""
-    runner: Literal["paged", "stateful"] = "paged"
-    """Engine of local workers."""
+    runner: Literal["paged", "stateful"] | None = None
+    """Engine of local workers; None is `paged`, or what the bundle says its graphs can run on (Gemma 2: `stateful`)."""
     numerics: Literal["fast", "exact"] = "fast"
     """Precision of local workers: float32 with quantized activations, or float32 throughout, which is slower."""
     kv_memory: str | None = None
     """Memory of each local worker for the state of running texts, such as "1GiB"; None leaves it to the worker."""
+    kv_precision: Literal["f16", "f32", "u8"] | None = None
+    """Type of that state; None is that of `numerics`. "u8" takes half of "f16" and is not exact with drafts."""
     threads: int | None = None
     """Threads of each local worker; None shares the cores among them."""
     streaming: bool = False
@@ -129,7 +130,9 @@ class ChatPShard(CallOptions, BaseChatModel):
             runner=self.runner,
             numerics=self.numerics,
             kv_memory=self.kv_memory,
+            kv_precision=self.kv_precision,
             num_threads=self.threads,
+            drafts=self.bundle is not None and self.draft == "model",
         )
 
     def _connect(self) -> Connection:
@@ -296,12 +299,13 @@ class ChatPShard(CallOptions, BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         fleet = {"bundle": str(self.bundle)} if self.bundle is not None else {"workers": sorted(self.workers or ())}
         options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in _TEXT_DOES_NOT_DEPEND_ON}
+        if self.prefix_cache == "all":  # the one value that is not exact
+            options["prefix_cache"] = self.prefix_cache
         return {
             "model_name": self.model_name,
             "fingerprint": self._fingerprint(),
             **fleet,
-            "runner": self.runner,
-            "numerics": self.numerics,
+            **{name: getattr(self, name) for name in ("runner", "numerics", "kv_precision")},
             **options,
         }
 
@@ -336,9 +340,8 @@ class ChatPShard(CallOptions, BaseChatModel):
 
     def _fingerprint(self) -> str | None:
         """What tells models apart: the bundle's fingerprint, or None as long as running workers were not asked."""
-        if connection := self._share.peek():
-            return str(connection.client.manifest.fingerprint)
-        manifest = self._manifest()
+        connection = self._share.peek()
+        manifest = connection.client.manifest if connection else self._manifest()
         return None if manifest is None else str(manifest.fingerprint)
 
     def _manifest(self) -> Manifest | None:
@@ -375,7 +378,7 @@ class ChatPShard(CallOptions, BaseChatModel):
     def _tokenizer(self) -> Tokenizer:
         settings = self._fleet_settings
         if (connection := self._share.peek()) is None and settings.bundle is not None:
-            return _read_tokenizer(settings.bundle)
+            return tokenizer_of(settings.bundle)
         return (connection or self._connect()).client.tokenizer
 
 
@@ -393,8 +396,3 @@ def _is_on_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@lru_cache(maxsize=4)
-def _read_tokenizer(bundle: Path) -> Tokenizer:
-    return Tokenizer.from_folder(bundle / TOKENIZER_DIR)

@@ -31,10 +31,13 @@ class FleetSettings:
     bundle: Path | None
     workers: frozenset[str]
     connect_timeout_s: float
-    runner: str
+    runner: str | None
     numerics: str
     kv_memory: str | None
+    kv_precision: str | None
     num_threads: int | None
+    drafts: bool = False
+    """Whether a local one serves the bundle's draft model."""
 
 
 class Connection:
@@ -79,6 +82,8 @@ def _local_fleet(settings: FleetSettings, bundle: Path) -> LocalFleet:
         runner=settings.runner,
         numerics=settings.numerics,
         kv_memory=settings.kv_memory,
+        kv_precision=settings.kv_precision,
+        drafts=settings.drafts,
     )
 
 

@@ -15,7 +15,7 @@ from langchain_pshard.core.errors import GrammarError, InferenceError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
-from workers.grammar import GrammarCompiler, Mask, Matcher, highest_allowed, masked
+from workers.grammar import GrammarCompiler, Matcher
 from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 MAX_LOGIT = 1e30
@@ -112,11 +112,10 @@ class Head:
                 stream.advance(piece)
             rows = slice(row, row + piece.num_sampled)
             row += piece.num_sampled
-            masks = stream.matcher.advance(piece) if stream.matcher is not None else None
-            if stream.is_plain and masks is None:
+            if stream.is_plain and stream.matcher is None:
                 results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
             else:
-                results.append(_sample_rows(stream, piece, logits[rows], masks))
+                results.append(_sample_rows(stream, piece, logits[rows], highest[rows]))
         return results
 
 
@@ -134,27 +133,56 @@ def _check_rows(logits: Logits, highest: npt.NDArray[np.int32], slices: Sequence
     )
 
 
-def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, masks: list[Mask] | None) -> SliceResult:
-    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its mask allows."""
-    params = stream.params
+def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest: npt.NDArray[np.int32]) -> SliceResult:
+    """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its grammar allows.
+
+    Args:
+        highest: [num_sampled], the token with the highest logit of each row.
+    """
+    params, matcher = stream.params, stream.matcher
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    first = piece.start + len(piece.tokens) - piece.num_sampled  # logical position of the first sampled row
+    num_read = len(piece.tokens) - piece.num_sampled + 1  # up to the first sampled row
+    first = piece.start + num_read - 1  # its logical position
+    if matcher is not None:
+        matcher.advance(piece)
     for offset, row in enumerate(logits):
-        if masks is not None:
-            if stream.is_plain:
-                tokens.append(highest_allowed(row, masks[offset]))
-                continue
-            row = masked(row, masks[offset])  # penalties and log-probabilities are of what may come
+        if matcher is not None:
+            if offset and piece.kind is SliceKind.ROWS:
+                matcher.follow(int(piece.tokens[num_read + offset - 1]))
+            if params.top_logprobs is not None:
+                row = matcher.masked(row)  # log-probabilities are of what may come
         history = stream.until(first + offset) if stream.has_penalties else _NO_HISTORY
-        tokens.append(sample(row, params, position=first + offset, history=history))
+        tokens.append(_sample_row(stream, row, int(highest[offset]), first + offset, history))
         if params.top_logprobs is not None:
             logprobs.append(token_logprobs(row, tokens[-1], params, history))
     encoded = np.array(tokens, dtype="<i4").tobytes()
-    forced = stream.matcher.forced_after(piece, tokens) if stream.matcher is not None else []
+    forced = matcher.forced_after(piece, tokens) if matcher is not None else []
     return SliceResult(
         piece.key.stream,
         encoded,
         None if params.top_logprobs is None else tuple(logprobs),
         np.array(forced, dtype="<i4").tobytes(),
     )
+
+
+def _sample_row(stream: _StreamTokens, row: Logits, highest: int, position: int, history: History) -> int:
+    """The token that follows `position`, of a row that is masked already when log-probabilities are asked for.
+
+    A draw among the allowed tokens needs no mask where nothing else narrows it: one among all is tried first, and mostly stands. A
+    forbidden token is drawn again, among the allowed ones and independently. With p(t) the chance of a token and A that of all allowed
+    ones, t comes with p(t) + (1 - A) p(t) / A = p(t) / A, as if the first draw had been among the allowed.
+    """
+    params, matcher = stream.params, stream.matcher
+    if matcher is None or params.top_logprobs is not None:
+        return sample(row, params, position=position, history=history)
+    if (forced := matcher.forced()) is not None:
+        return forced
+    if stream.is_plain:
+        return matcher.highest_allowed(row, highest)
+    if params.is_greedy or params.is_narrowed:
+        return sample(matcher.masked(row), params, position=position, history=history)
+    token = sample(row, params, position=position, history=history)
+    if matcher.permits(token):
+        return token
+    return sample(matcher.masked(row), params, position=position, history=history, draw_idx=1)

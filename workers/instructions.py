@@ -21,6 +21,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     link: Link
     message: Message
+    tensor: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class OpenStream:
     prompt: bytes = b""
     """Token ids, int32 little-endian; empty when it shares nothing."""
     grammar: Grammar | None = None
+    shares_generated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,23 @@ class CloseStream:
     """Free the KV of one stream on one stage."""
 
     stage_idx: int
+    key: StreamKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenDraft:
+    """Set aside KV of the draft model; how that went comes back through `Drafts.opened`."""
+
+    key: StreamKey
+    num_tokens: int
+    prompt: bytes
+    """Token ids, int32 little-endian; empty when the stream shares nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseDraft:
+    """Free the draft model's KV of one stream."""
+
     key: StreamKey
 
 
@@ -126,4 +145,13 @@ class Run:
         return join_rows(tensors) if tensors else None
 
 
-Instruction = Reply | ReplyPiece | ReplyStatus | Dial | HangUp | OpenStream | CloseStream | Forward | Run
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunDraft:
+    """Compute these steps of the draft model, each of one slice; how it went comes back through `Drafts.sampled` or `Drafts.failed`."""
+
+    run: Run
+
+
+Instruction = (
+    Reply | ReplyPiece | ReplyStatus | Dial | HangUp | OpenStream | CloseStream | OpenDraft | CloseDraft | Forward | Run | RunDraft
+)

@@ -1,12 +1,15 @@
 """Blocks of prompt KV that can be found again by the text they hold, and shared. Pure.
 
 A block is named by a hash over its own 32 tokens and the name of the block before it, so that a name stands for the whole text up to the
-block's end: KV depends on all of it. Only full blocks that PREFILL slices wrote come here. A cold prefill of the same text gives the same
-bits however it is chunked; rows do not (FACTS: two kinds of KV), so a block that generated text filled is never found.
+block's end: KV depends on all of it. A cold prefill of a text gives the same bits however it is chunked; rows do not (FACTS: two kinds of
+KV). So there are two kinds of names: a block that PREFILL slices wrote, behind nothing but such blocks, has an exact name, and is what
+everybody may find; one that holds generated text, or stands behind such a block, has another name for the same text, and only streams that
+ask for it look there.
 
 A shared block is never written. Users are counted in two kinds: a stream that was opened on shared blocks is a *tentative* user until its
 first slice, because the client starts where all stages can, which may be earlier than what this stage found; it may then have to put fresh
-blocks in the place of shared ones. `debt` is how many fresh blocks the tentative users may still ask for.
+blocks in the place of shared ones. A stream that gives blocks back when its window has passed them stays tentative, since it takes a fresh
+one for each. `debt` is how many fresh blocks the tentative users may still ask for.
 
 Invariants:
 - names and blocks are one to one;
@@ -28,14 +31,20 @@ from workers.runners.runner import TokenArray
 _HASH_BYTES = 16
 
 
-def name_blocks(prompt: TokenArray, block_tokens: int) -> list[bytes]:
-    """Names of the full blocks of a prompt, in order.
+EXACT = b""
+"""What the names of blocks that PREFILL slices wrote begin with."""
+INEXACT = b"rows"
+"""And those of blocks that depend on generated text."""
+
+
+def name_blocks(text: TokenArray, block_tokens: int, before: bytes = EXACT) -> list[bytes]:
+    """Names of the full blocks of a text, in order; `before` is the name of the block before it, or one of the two beginnings.
 
     blake2b, because another client's text must not be able to collide with ours on purpose.
     """
-    data = np.ascontiguousarray(prompt, dtype="<i4").tobytes()
+    data = np.ascontiguousarray(text, dtype="<i4").tobytes()
     names: list[bytes] = []
-    name = b""
+    name = before
     for end in range(4 * block_tokens, len(data) + 1, 4 * block_tokens):
         name = hashlib.blake2b(name + data[end - 4 * block_tokens : end], digest_size=_HASH_BYTES).digest()
         names.append(name)
@@ -77,17 +86,25 @@ class SharedBlocks:
         """Whether more than one stream uses the block."""
         return self._users[block].count > 1
 
-    def attach(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of `names`, with one tentative user more each."""
+    def attach(self, *names: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest beginning of a text that is known by these names, with one tentative user more each.
+
+        Args:
+            names: the names of the text's blocks; one sequence for each kind, the preferred one first.
+        """
         blocks: list[int] = []
-        for name in names:
-            block = self._by_name.get(name)
+        for kinds in zip(*names, strict=True):
+            block = next((self._by_name[name] for name in kinds if name in self._by_name), None)
             if block is None:
                 break
             self._idle.pop(block, None)
             self._change(block, tentative=1)
             blocks.append(block)
         return blocks
+
+    def has_name(self, block: int, name: bytes) -> bool:
+        """Whether this is the block of that name."""
+        return self._by_name.get(name) == block
 
     def settle(self, block: int) -> None:
         """A tentative user stays for good."""
@@ -99,11 +116,18 @@ class SharedBlocks:
         if not self._users[block].count:
             self._idle[block] = None
 
-    def register(self, block: int, name: bytes) -> None:
+    def register(self, block: int, name: bytes, *, is_settled: bool) -> None:
         """A stream has filled its own block: others may use it from now on. Nothing happens when another block holds that text."""
         if name not in self._by_name:
             self._by_name[name] = block
-            self._users[block] = _Users(name, num_settled=1)
+            self._users[block] = _Users(name, num_tentative=int(not is_settled), num_settled=int(is_settled))
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """The idle ones among these, the blocks of a text from its beginning, count as used just now, the first one last."""
+        for name in reversed(names):
+            block = self._by_name.get(name)
+            if block is not None and block in self._idle:
+                self._idle.move_to_end(block)
 
     def give_up(self) -> int:
         """The idle block that was used least recently, nameless from now on; there has to be one."""

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
-from langchain_pshard.core.errors import CapacityError, ProtocolError, StateLostError
-from langchain_pshard.core.messages import DType, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
+from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
+from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
-from workers.runners.runner import RunSlice, StreamKey, TokenArray
+from workers.runners.runner import MAX_SLICE_TOKENS, RunSlice, StreamKey, TokenArray
 
 TOKEN_BUDGET = 512
 """Tokens merged into one inference; a single step may have more. Beyond this a prefill gets no quicker, and the engine keeps working memory
@@ -44,6 +45,14 @@ class StageShape:
     row_width: int
     """Elements of a row of hidden states in the boundary's type."""
     boundary: DType
+    is_draft: bool = False
+    """The only stage of the draft model, not one of the bundle's."""
+    allows_logits: bool = False
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return "the draft" if self.is_draft else f"stage {self.stage_idx}"
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,11 +138,15 @@ class Stage:
             hidden: [tokens of the step, row_width], or None on the first stage.
         """
         if len(self._waiting) >= MAX_WAITING_STEPS:
-            text = f"{MAX_WAITING_STEPS} steps wait at stage {self.shape.stage_idx} already: send less at once"
+            text = f"{MAX_WAITING_STEPS} steps wait at {self.shape.title} already: send less at once"
             return all_dropped(step, CapacityError.code, text)
         num_tokens = step.num_tokens
         if num_tokens > MAX_STEP_TOKENS:
             text = f"a step of {num_tokens} tokens; at most {MAX_STEP_TOKENS} are allowed: send several"
+            return all_dropped(step, ProtocolError.code, text)
+        num_logits = sum(piece.num_sampled for piece in step.slices if piece.returns_logits) * self.shape.vocab_size
+        if 4 * num_logits > MAX_LOGITS_BYTES:
+            text = f"a step that asks for {4 * num_logits} bytes of logits; at most {MAX_LOGITS_BYTES} are allowed: send several"
             return all_dropped(step, ProtocolError.code, text)
         times = Counter(piece.stream for piece in step.slices) if len(step.slices) > 1 else {}
         kept: list[int] = []
@@ -147,11 +160,24 @@ class Stage:
                 failures[piece.stream] = StreamFailure(piece.stream, ProtocolError.code, f"malformed slice: {fault}")
                 continue
             if key not in self._streams:
-                text = f"stage {self.shape.stage_idx} holds no stream {piece.stream}: open it again"
+                text = f"{self.shape.title} holds no stream {piece.stream}: open it again"
                 failures[piece.stream] = StreamFailure(piece.stream, StateLostError.code, text)
                 continue
+            if piece.returns_logits and self.shape.is_last and not self.shape.allows_logits:
+                text = f"stage {self.shape.stage_idx} returns no logits: start its worker with --allow-logits, for comparison only"
+                failures[piece.stream] = StreamFailure(piece.stream, InvalidOptionError.code, text)
+                continue
             kept.append(idx)
-            slices.append(RunSlice(key=key, start=piece.start, tokens=tokens, kind=piece.kind, num_sampled=piece.num_sampled))
+            slices.append(
+                RunSlice(
+                    key=key,
+                    start=piece.start,
+                    tokens=tokens,
+                    kind=piece.kind,
+                    num_sampled=piece.num_sampled,
+                    returns_logits=piece.returns_logits,
+                )
+            )
         if slices:
             rows = hidden if not failures else pick_rows([piece.num_tokens for piece in step.slices], kept, hidden)
             self._waiting.append(WaitingStep(step=step, slices=tuple(slices), hidden=rows, arrived_s=now_s))
@@ -161,6 +187,8 @@ class Stage:
         num_tokens = piece.num_tokens
         if len(piece.tokens) % 4 or not num_tokens:
             return f"{len(piece.tokens)} bytes of token ids; valid: 4 for each of one or more tokens"
+        if num_tokens > MAX_SLICE_TOKENS:
+            return f"a slice of {num_tokens} tokens; at most {MAX_SLICE_TOKENS} are allowed: send several"
         if not 0 <= piece.num_sampled <= num_tokens:
             return f"{piece.num_sampled} positions to sample of {num_tokens} tokens"
         if piece.start < 0:
@@ -228,7 +256,7 @@ class Stage:
         return _only(waiting, kept), tuple(failures)
 
     def _breaks_rule(self, piece: RunSlice, stream: _Stream) -> StreamFailure | None:
-        where = f"stage {self.shape.stage_idx}"
+        where = self.shape.title
         name = piece.key.stream
         if piece.start > stream.length:
             text = f"{where} holds {stream.length} positions of stream {name}, the slice starts at {piece.start}: send it again from there"

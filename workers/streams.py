@@ -62,7 +62,13 @@ class Streams:
         ask = admission.ask
         stage_idx = admission.stages[len(admission.cached)]
         return OpenStream(
-            stage_idx=stage_idx, key=key, num_tokens=ask.num_tokens, sampling=ask.sampling, prompt=ask.prompt, grammar=ask.grammar
+            stage_idx=stage_idx,
+            key=key,
+            num_tokens=ask.num_tokens,
+            sampling=ask.sampling,
+            prompt=ask.prompt,
+            grammar=ask.grammar,
+            shares_generated=ask.shares_generated,
         )
 
     def opened(self, key: StreamKey, outcome: int | PShardError) -> list[Instruction]:

@@ -5,6 +5,7 @@ BUNDLE/manifest.json
 BUNDLE/tokenizer/tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json
 BUNDLE/stage-0/openvino_model.xml, openvino_model.bin
 BUNDLE/stage-1/...
+BUNDLE/draft/openvino_model.xml, openvino_model.bin    only where it was exported with a draft model
 ```
 
 This module reads, checks and fingerprints; the exporter alone writes. The manifest is the last file of an export to appear, so a
@@ -26,6 +27,7 @@ from langchain_pshard.core.errors import BundleError, InvalidOptionError
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_DIR = "tokenizer"
+DRAFT_DIR = "draft"
 MODEL_XML = "openvino_model.xml"
 MODEL_BIN = "openvino_model.bin"
 _HASH_CHUNK_BYTES = 1 << 20
@@ -156,6 +158,40 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     perplexity_after: float
 
 
+class DraftEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The draft model: small, unsplit, with the vocabulary of the bundle's model, whose next tokens it guesses. Fields as in `Manifest`."""
+
+    model_name: str
+    architecture: str
+    span: LayerSpan
+    """All of its layers."""
+    hidden_size: int
+    vocab_size: int
+    """Rows of its head; they may be padded to another number than those of the bundle's model."""
+    context_length: int
+    num_kv_heads: int
+    head_dim: int
+    attention_windows: tuple[int | None, ...]
+    weight_mode: WeightMode
+    embedding_mode: WeightMode
+    head_mode: WeightMode
+    group_size: int | None
+    activation_group_size: int
+    files: tuple[FileEntry, ...]
+    runners: tuple[str, ...] = ("paged", "stateful")
+    verification: Verification | None = None
+
+    def __post_init__(self) -> None:
+        if self.span.start != 0 or len(self.attention_windows) != self.span.num_layers:
+            raise BundleError(
+                f"manifest has a draft of layers {self.span} with {len(self.attention_windows)} attention windows: not a whole model"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a bundle says about itself. Fields at their default are not written, so that a new one changes no older fingerprint.
 
@@ -195,6 +231,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Engines that can run the graphs: attention with capped scores (Gemma 2) has no paged form."""
     verification: Verification | None = None
     """None: the export was told not to verify."""
+    draft: DraftEntry | None = None
+    """None: exported without a draft model."""
+    awq: bool = False
+    """Whether the layers were scaled before they became int4. Their graphs are like others'."""
 
     def __post_init__(self) -> None:
         _check_version(self.format_version)
@@ -220,6 +260,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def best_runner(self) -> str:
+        """The engine to take where nobody asks for another: paged where the graphs allow it."""
+        return "paged" if "paged" in self.runners else self.runners[0]
 
     @property
     def computed_fingerprint(self) -> Fingerprint:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.errors import ProtocolError
-from langchain_pshard.core.messages import DType, Message, MicroBatch, TensorSpec
+from langchain_pshard.core.messages import Message, MicroBatch, StepResult
+from langchain_pshard.core.numerics import DType, TensorSpec
 
 Tensor = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
 """Hidden states: float32, the bits of bf16 in uint16, or int8 values and the bytes of their scales."""
@@ -21,6 +22,8 @@ Buffer = bytes | bytearray | memoryview
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 256 << 20
 MAX_TENSOR_DIMS = 4
+MAX_LOGITS_BYTES = 16 << 20
+"""Of all slices of a step together."""
 
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {DType.F32: np.dtype("<f4"), DType.BF16: np.dtype("<u2"), DType.I8: np.dtype("i1")}
 _WIRE_DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
@@ -58,10 +61,20 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, Tensor | None]:
         raise ProtocolError(f"header cannot be decoded: {error}") from error
     except RecursionError as error:
         raise ProtocolError("header is nested too deeply") from error
-    spec = message.hidden if isinstance(message, MicroBatch) else None
+    spec = _spec_in(message)
     if (spec is None) != (len(frames) == 1):
         raise ProtocolError(f"header announces {'a' if spec else 'no'} tensor, the message has {len(frames)} frames")
     return message, None if spec is None else _view(spec, frames[1])
+
+
+def _spec_in(message: Message) -> TensorSpec | None:
+    match message:
+        case MicroBatch():
+            return message.hidden
+        case StepResult():
+            return message.logits
+        case _:
+            return None
 
 
 def _view(spec: TensorSpec, data: Buffer) -> Tensor:

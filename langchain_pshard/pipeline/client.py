@@ -8,10 +8,14 @@ import operator
 import queue
 import secrets
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 from langchain_pshard.core.bundle import Manifest
 from langchain_pshard.core.errors import CapacityError, ContextOverflowError, InvalidOptionError, PShardError, WorkerUnreachableError
@@ -26,6 +30,7 @@ from langchain_pshard.pipeline.ngram import NgramDrafter
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.reactor import Reactor
 from langchain_pshard.pipeline.requests import Reply
+from langchain_pshard.pipeline.scoring import gather_logits
 from langchain_pshard.pipeline.session import Session
 from langchain_pshard.pipeline.speculation import Drafter, begin
 from langchain_pshard.pipeline.store import default_cache_dir, model_files
@@ -41,6 +46,7 @@ _PROBE_TIMEOUT_S = 0.5
 _log = logging.getLogger(__name__)
 _DEFAULT_PARAMS = GenerationParams()
 _DEFAULT_OPTIONS = ClientOptions()
+_LOGITS_PARAMS = GenerationParams(max_tokens=1, ignore_eos=True, prefix_cache=False, draft=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,7 @@ class FleetStatus:
 class PipelineClient:
     """A connection to a fleet, made by `connect`. A context manager. All methods may be called from any thread.
 
-    When a worker is lost, running generations end with `WorkerLostError` and the next call connects anew.
+    When a worker is lost, running generations end with `WorkerLostError`; waiting ones and the next call connect anew.
 
     Attributes:
         manifest: what the bundle says about the model.
@@ -85,6 +91,8 @@ class PipelineClient:
         self.tokenizer = tokenizer
         self._addresses = addresses
         self._reactor = reactor
+        self._has_told_inexact = False
+        self._logits_lock = threading.Lock()  # so that a step never asks for more logits than a stage allows
         self._close = weakref.finalize(self, reactor.close)
 
     @classmethod
@@ -146,8 +154,8 @@ class PipelineClient:
             An iterator over `GenerationChunk`s, of which the last one has an `end`.
 
         Raises:
-            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, or a drafter
-                that fails.
+            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, a drafter that
+                fails, or `draft="model"` on a fleet without a draft model.
             ContextOverflowError: prompt and max_tokens exceed the model's context.
             CapacityError: a stage cannot hold so many positions at all; later, while iterating: room did not come free in time.
             WorkerLostError, WorkerUnreachableError, StateLostError, DeadlineError, InferenceError, ClosedError: while iterating.
@@ -171,6 +179,25 @@ class PipelineClient:
     ) -> Generation:
         """`agenerate`, joined."""
         return joined([chunk async for chunk in self.agenerate(prompt, params, drafter=drafter)])
+
+    def logits(self, prompt: str | Sequence[int]) -> npt.NDArray[np.float32]:
+        """What the model says after every token of the prompt, [tokens, vocab], to compare it with another implementation.
+
+        Not for production: a vocabulary of floats travels for every token, where `generate` needs four bytes. Workers refuse it unless
+        that of the last stage was started with --allow-logits. One call at a time; others wait.
+
+        Raises:
+            InvalidOptionError: the fleet does not allow it, or as `generate`.
+            ContextOverflowError, CapacityError, FleetError: as `generate`.
+        """
+        last = self.chain.stages[-1]
+        if not last.allows_logits:
+            raise InvalidOptionError(
+                f"the worker of the last stage at {last.address} returns no logits: start it with --allow-logits, for comparison only"
+            )
+        make_request = self._request(prompt, _LOGITS_PARAMS, None)
+        with self._logits_lock:
+            return gather_logits(self._reactor, make_request)
 
     def status(self) -> FleetStatus:
         """Ask every worker how it is; waits at most `STATUS_TIMEOUT_S`.
@@ -211,7 +238,14 @@ class PipelineClient:
         if max_tokens < 1 or len(tokens) + max_tokens > context_length:
             raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
+        drafts_by_model = drafter is None and params.draft == "model"
         drafter = self._drafter(params, drafter)
+        if params.prefix_cache == "all" and not self._has_told_inexact:
+            self._has_told_inexact = True
+            _log.warning(
+                "prefix_cache='all' is not exact: KV of generated text differs in its last bits from that of a prompt, so texts may differ"
+                " from those without it; prefix_cache=True reuses only what is exact"
+            )
 
         def make(sink: Sink) -> StreamRequest:
             return StreamRequest(
@@ -223,6 +257,7 @@ class PipelineClient:
                 sink=sink,
                 timeout_s=params.timeout_s,
                 drafting=None if drafter is None else begin(drafter, tokens),
+                drafts_by_model=drafts_by_model,
                 num_drafts=None if params.draft_tokens == "auto" else params.draft_tokens,
                 prefix_cache=params.prefix_cache,
                 grammar=params.grammar,
@@ -234,9 +269,16 @@ class PipelineClient:
         """What drafts for this call. `auto` keeps the promise that text depends on nothing but the stream; who asks for drafts where
         the fleet cannot take them back exactly gets them, and is told."""
         inexact = [stage for stage in self.chain.stages if not stage.is_resumable]
-        if drafter is None and params.draft is not None and not (params.draft == "auto" and inexact):
+        is_model = drafter is None and params.draft == "model"
+        if is_model and self.chain.draft is None:
+            raise InvalidOptionError(
+                "draft='model' needs a worker that serves the draft model, and none of this fleet does: start one with"
+                " `pshard-worker BUNDLE --draft`, on a bundle exported with --draft, and name it too, or let ChatPShard(bundle=...,"
+                " draft='model') start it; valid without one: 'auto', 'ngram', None"
+            )
+        if drafter is None and (params.draft == "ngram" or (params.draft == "auto" and not inexact)):
             drafter = NgramDrafter()
-        if drafter is not None and inexact:
+        if (drafter is not None or is_model) and inexact:
             stage = inexact[0]
             _log.warning(
                 "drafts are not exact on this fleet (stage %d at %s: runner %s, numerics %s, KV %s): texts may differ from those without"
@@ -254,8 +296,9 @@ class PipelineClient:
             raise InvalidOptionError(f"the prompt has token id {wrong}; valid: 0 to {vocab_size - 1}")
 
     def _check_capacity(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        stage = self.chain.tightest
-        needed = num_prompt_tokens + max_tokens
+        num_positions = num_prompt_tokens + max_tokens
+        stage = self.chain.tightest(num_positions)
+        needed = stage.kv_needed(num_positions)
         if needed > stage.kv_capacity_tokens:
             raise CapacityError(
                 f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {needed} KV positions; stage {stage.stage_idx} at"

@@ -31,4 +31,10 @@ class Deliver(msgspec.Struct, frozen=True):
     stream: StreamId | None = None
 
 
-Instruction = Dial | Send | Deliver
+class Warn(msgspec.Struct, frozen=True):
+    """Write a line into the log: something that no caller has to act on, and whoever runs the fleet wants to know."""
+
+    text: str
+
+
+Instruction = Dial | Send | Deliver | Warn

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -44,6 +44,10 @@ class LocalFleet:
         runner: str | None = None,
         numerics: str | None = None,
         kv_memory: str | None = None,
+        kv_precision: str | None = None,
+        prefix_cache: bool | None = None,
+        drafts: bool = False,
+        allow_logits: bool = False,
         start_timeout_s: float = 300.0,
     ) -> None:
         """Start the workers and wait until every stage is warm.
@@ -51,22 +55,43 @@ class LocalFleet:
         Args:
             bundle: folder of the bundle.
             num_threads: inference threads of each worker; None shares the cores among the stages.
-            runner: `paged` or `stateful`; None is the worker's default, as for the next two.
-            numerics: `fast` or `exact`.
+            runner: `paged` or `stateful`; None is the best that the bundle's graphs can run on.
+            numerics: `fast` or `exact`; None is the worker's default, as for the next ones.
             kv_memory: KV memory of each stage, with a unit: `1GiB`.
+            kv_precision: type of the KV: `f16`, `f32` or `u8`.
+            prefix_cache: whether prompts that begin alike share the KV of their beginning.
+            drafts: serve the bundle's draft model too, beside the last stage.
+            allow_logits: whether clients may ask for whole logits (`PipelineClient.logits`), for comparison.
             start_timeout_s: longest wait for all workers together.
 
         Raises:
             BundleError: no usable bundle, or one of its files is damaged.
-            InvalidOptionError: an option the workers do not know.
+            InvalidOptionError: an option the workers do not know, or `drafts` for a bundle without a draft model.
             WorkerUnreachableError: a worker was not ready in time.
             FleetError: a worker ended before it was ready; a class of its own when the worker said why.
         """
-        num_stages = load_manifest(bundle).num_stages
+        manifest = load_manifest(bundle)
+        num_stages = manifest.num_stages
+        if drafts and manifest.draft is None:
+            raise InvalidOptionError(
+                f"draft='model' needs a draft model, and {bundle} holds none: export it again with pshard-export --draft MODEL; without:"
+                " 'auto', 'ngram', None"
+            )
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
-        self._options = _options(num_threads or max(1, _num_cores() // num_stages), runner, numerics, kv_memory)
+        options = _options(
+            {
+                "threads": num_threads or max(1, _num_cores() // num_stages),
+                "runner": runner or manifest.best_runner,
+                "numerics": numerics,
+                "kv-memory": kv_memory,
+                "kv-precision": kv_precision,
+                "prefix-cache": prefix_cache,
+                "allow-logits": allow_logits or None,
+            }
+        )
+        self._options = [[*options, *(["--draft"] if drafts and idx == num_stages - 1 else [])] for idx in range(num_stages)]
         self._start_timeout_s = start_timeout_s
         self._lock = threading.RLock()
         self._processes: list[_WorkerProcess] = []
@@ -74,7 +99,7 @@ class LocalFleet:
         deadline = time.monotonic() + start_timeout_s
         try:
             for stage_idx in range(num_stages):  # all at once: they load in parallel
-                self._processes.append(_WorkerProcess(bundle, stage_idx, self._options))
+                self._processes.append(_WorkerProcess(bundle, stage_idx, self._options[stage_idx]))
             self.addresses = tuple(process.wait_ready(deadline, start_timeout_s) for process in self._processes)
         except BaseException:
             self.close()
@@ -106,7 +131,9 @@ class LocalFleet:
                 for stage_idx, process in enumerate(self._processes):
                     if not process.is_running:
                         process.finish(0.0)
-                        self._processes[stage_idx] = _WorkerProcess(self._bundle, stage_idx, self._options, self.addresses[stage_idx])
+                        self._processes[stage_idx] = _WorkerProcess(
+                            self._bundle, stage_idx, self._options[stage_idx], self.addresses[stage_idx]
+                        )
                         started.append(self._processes[stage_idx])
                 for process in started:
                     process.wait_ready(deadline, self._start_timeout_s)
@@ -220,9 +247,15 @@ class _WorkerProcess:
             self._tail.append(line.decode("utf-8", "replace").rstrip())
 
 
-def _options(num_threads: int, runner: str | None, numerics: str | None, kv_memory: str | None) -> list[str]:
-    values = {"--threads": str(num_threads), "--runner": runner, "--numerics": numerics, "--kv-memory": kv_memory}
-    return [part for name, value in values.items() if value is not None for part in (name, value)]
+def _options(values: Mapping[str, str | int | bool | None]) -> list[str]:
+    """The command line of these options, by name; None leaves one to the worker."""
+    parts: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            parts.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            parts += [f"--{name}", str(value)]
+    return parts
 
 
 def _num_cores() -> int:

@@ -43,6 +43,8 @@ class Prefilling(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: StreamId
     num_left: int
+    max_tokens: int = MAX_CHUNK_TOKENS
+    """Of one chunk."""
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +169,7 @@ def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
         budget = min(budget, best)
     chunks = []
     for turn in _in_order(now.prefilling, now.turn):
-        limit = min(budget, now.max_chunk_tokens, best)
+        limit = min(budget, now.max_chunk_tokens, turn.max_tokens, best)
         if length := chunk_length(turn.num_left, limit):
             chunks.append(Chunk(stream=turn.stream, num_tokens=length))
             budget -= length

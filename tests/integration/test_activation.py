@@ -11,7 +11,7 @@ import pytest
 from benchmarks.fleet import running_worker
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import FleetMismatchError
-from langchain_pshard.core.messages import DType
+from langchain_pshard.core.numerics import DType
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams

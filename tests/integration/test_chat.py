@@ -17,7 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate
 
 from benchmarks.fleet import running_worker
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.bundle import load_manifest
+from langchain_pshard.core.bundle import WeightMode, load_manifest
 from langchain_pshard.core.errors import BundleError, FleetMismatchError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from tests.support.bundles import TinyBundle
 from tests.support.json_schemas import conforms, random_schema
@@ -49,6 +49,17 @@ def test_bundle_starts_workers_at_the_first_call_and_ends_them(tiny_bundle: Tiny
         assert asyncio.run(chain.ainvoke({"text": "hello"})) == text
         assert model.get_num_tokens("hello") == num_tokens
     assert len(worker_processes()) == before
+
+
+def test_a_bundle_without_a_paged_form_runs_on_the_engine_it_names(tiny_bundle: TinyBundle) -> None:
+    bundle = tiny_bundle("gemma2", num_stages=2, weights=WeightMode.INT4)
+    assert load_manifest(bundle).runners == ("stateful",)
+    with ChatPShard(bundle=bundle, max_tokens=8, threads=1) as model:
+        text = model.invoke("hello").text
+    with ChatPShard(bundle=bundle, max_tokens=8, threads=1, runner="stateful") as model:
+        assert model.invoke("hello").text == text
+    with ChatPShard(bundle=bundle, threads=1, runner="paged") as model, pytest.raises(InvalidOptionError, match=r"--runner stateful"):
+        model.invoke("hello")
 
 
 def test_a_dead_worker_of_its_own_is_started_again_by_the_next_call(tiny_bundle: TinyBundle) -> None:

@@ -163,30 +163,3 @@ def test_manifest_describes_the_bundle(exported: Callable[..., tuple[Path, Path]
         assert [file.path for file in stage.files] == [f"{stage_dir(stage_idx)}/{name}" for name in (MODEL_XML, MODEL_BIN)]
         verify_files(bundle, stage.files)
     verify_files(bundle, manifest.tokenizer_files)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("weights", [WeightMode.INT4, WeightMode.INT8])
-def test_compressed_layers_do_not_depend_on_the_split(
-    architecture: str, weights: WeightMode, exported: Callable[..., tuple[Path, Path]]
-) -> None:
-    whole, *splits = (constants(exported(architecture, num_stages=count, weights=weights)[1]) for count in (1, 2, 3))
-    assert any(name.startswith("self.layers.3.mlp.down_proj.weight") for name in whole)
-    element_type = ov.Type.i4 if weights is WeightMode.INT4 else ov.Type.u8
-    compressed = [name for name, (kind, _, _) in whole.items() if kind == element_type and "zero_point" not in name]
-    assert len(compressed) == 4 * 7 + (0 if weights is WeightMode.INT4 else 2)  # seven products a layer; the embedding and the head
-    for split in splits:
-        assert whole.items() <= split.items()
-
-
-def constants(bundle: Path) -> dict[str, tuple[ov.Type, tuple[int, ...], bytes]]:
-    """Weights, scales and zero points of all stages, by node name: element type, shape, bytes."""
-    found = {}
-    for stage_idx in range(load_manifest(bundle).num_stages):
-        for node in ov.Core().read_model(bundle / stage_dir(stage_idx) / MODEL_XML).get_ops():
-            name = node.get_friendly_name()
-            if node.get_type_name() == "Constant" and (
-                "/fq_weights" in name or "/scale" in name or "/zero_point" in name or "weight" in name
-            ):
-                found[name] = node.get_element_type(), tuple(node.get_output_shape(0)), node.get_data().tobytes()
-    return found

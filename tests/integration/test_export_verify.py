@@ -9,7 +9,7 @@ import openvino as ov
 import pytest
 import transformers
 
-import export_tools.export
+import export_tools.verify
 from export_tools.export import export_bundle
 from export_tools.verify import TEXTS
 from langchain_pshard.core.bundle import MODEL_XML, WeightMode, load_manifest, stage_dir
@@ -44,7 +44,7 @@ def test_figures_are_those_of_the_unsplit_model(model: Path, tmp_path: Path) -> 
 
 
 def test_shards_that_compute_something_else_are_not_published(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_tools.export.verify, "run_shard", lambda *_: [values + 1.0 for values in zeros])
+    monkeypatch.setattr(export_tools.verify, "run_shard", lambda *_: [values + 1.0 for values in zeros])
     zeros = [np.zeros((48, 264), np.float32)] * 3
     with pytest.raises(VerificationError, match=r"largest logit difference .* at most 0.0001 is expected of fp32: nothing was published"):
         export_bundle(str(model), tmp_path / "bundle", weights=WeightMode.FP32)
@@ -52,7 +52,7 @@ def test_shards_that_compute_something_else_are_not_published(model: Path, tmp_p
     export_bundle(str(model), tmp_path / "bundle", weights=WeightMode.FP32, verify_shards=False)
     manifest = load_manifest(tmp_path / "bundle")
     assert manifest.verification is None
-    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]  # the draft with other options is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]  # what other options left unfinished is gone
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_gguf_equals_the_model_it_was_made_from(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     path = tmp_path / "model.gguf"
     write_gguf(model, path)
-    assert_spans_equal(model, reader_of(model, GgufCheckpoint(path)))
+    assert_spans_equal(model, reader_of(model, GgufCheckpoint(path, model.config.to_dict())))
 
 
 def write_gguf(model: Any, path: Path) -> None:

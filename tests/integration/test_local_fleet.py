@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from langchain_pshard import ChatPShard
 from langchain_pshard.core.errors import BundleError, ClosedError, InvalidOptionError, WorkerLostError, WorkerUnreachableError
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
@@ -184,6 +185,28 @@ def test_interpreter_exit_stops_workers(bundles: dict[int, Path]) -> None:
     assert done.stderr == ""
 
 
+def test_kv_options_reach_the_workers(bundles: dict[int, Path], tmp_path: Path) -> None:
+    bundle = bundles[1]
+    chains, cached = [], []
+    for options in (
+        {},
+        {"kv_precision": "u8", "prefix_cache": True},
+        {"kv_precision": "f32", "prefix_cache": False},
+        {"runner": "stateful", "numerics": "exact"},
+        {"runner": "stateful"},
+    ):
+        with LocalFleet(bundle, num_threads=1, kv_memory="1MiB", **options) as fleet, connect(fleet, tmp_path) as client:
+            generations = [client.complete("x" * 100, PARAMS) for _ in range(2)]
+            chains.append(client.chain.first)
+            cached.append(generations[1].stats.num_cached_tokens)
+    kinds = [(stage.numerics.kv_precision, stage.is_resumable) for stage in chains]
+    assert kinds == [("f16", True), ("u8", False), ("f32", True), ("f32", True), ("f16", False)]
+    assert cached == [96, 96, 0, 99, 0]  # of 101: full blocks where KV is paged, all but two tokens where it is not
+    assert chains[0].kv_capacity_tokens == 2 * chains[2].kv_capacity_tokens
+    with ChatPShard(bundle=bundle, kv_precision="f32", kv_memory="1MiB", threads=1) as model:
+        assert model._connect().client.chain.first.numerics.kv_precision == "f32"
+
+
 def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="not a bundle"):
         LocalFleet(tmp_path)
@@ -192,6 +215,8 @@ def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path
         LocalFleet(bundle, num_threads=0)
     with pytest.raises(InvalidOptionError, match=r"worker of stage . refuses its options: .*'lots' is not a size"):
         LocalFleet(bundle, kv_memory="lots")
+    with pytest.raises(InvalidOptionError, match=r"worker of stage . refuses its options: .*'u4'.*f16.*f32.*u8"):
+        LocalFleet(bundle, kv_precision="u4")
     with pytest.raises(WorkerUnreachableError, match=r"not ready within 0\.1 s"):
         LocalFleet(bundle, start_timeout_s=0.1)
 

@@ -12,7 +12,8 @@ from hypothesis.extra import numpy as hnp
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InferenceError, InvalidOptionError
-from langchain_pshard.core.messages import ClientId, DType, SliceKind, StreamId
+from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
+from langchain_pshard.core.numerics import DType
 from workers.runners.boundary import GROUP_SIZE, Int8Boundary, check_hidden_size, dequantize, quantize, row_width
 from workers.runners.runner import RunSlice, StreamKey
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from export_tools.budget import check_measuring
 from export_tools.compress import WeightModes
-from export_tools.costs import PartBytes, layer_kinds, solve, spans_to_measure
+from export_tools.costs import PartBytes, solve, spans_to_measure
 from export_tools.export import cutting_costs, lightest_spans
 from export_tools.profile import estimated_profile, profile_of_manifest
-from export_tools.weights import WeightSizes
+from export_tools.weights import WeightSizes, layer_kinds
 from langchain_pshard.core.bundle import LayerSpan, MachineSpeed, Manifest, ModelCosts, PartCost, StageCost, WeightMode
 from langchain_pshard.core.errors import BundleError, UsageError
 from langchain_pshard.core.yardstick import (
@@ -58,6 +58,8 @@ def test_few_stages_are_measured() -> None:
     large = [200 * MIB] * 18
     assert LayerSpan(1, 3) in spans_to_measure("a" * 18, large)
     assert LayerSpan(1, 5) not in spans_to_measure("a" * 18, large)
+    for num_stages, longest in ((1, 4), (6, 3), (9, 2), (18, 2)):  # no longer than the largest stage, as far as it still tells layers apart
+        assert LayerSpan(1, 1 + longest) == max(spans_to_measure("a" * 18, small, num_stages), key=lambda span: span.num_layers)
     # a dense first layer, two of another kind, then the rest
     assert spans_to_measure("dxxbbbbb", small) == (
         LayerSpan(0, 1),
@@ -166,7 +168,7 @@ def test_an_estimate_counts_bytes() -> None:
 
 
 def test_the_yardstick_and_a_worker_compile_alike() -> None:
-    numerics, properties = _choose_numerics(openvino, a_manifest(), Settings(threads=1))
+    numerics, properties = _choose_numerics(openvino, a_manifest().activation_group_size, Settings(threads=1))
     assert numerics.name == "fast"
     assert properties == fast_properties(128, threads=1)
 

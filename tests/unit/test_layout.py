@@ -26,7 +26,7 @@ RESERVED = 4 * BLOCK_TOKENS
 
 def table(first_block: int) -> BlockTable:
     blocks = np.arange(first_block, first_block + num_blocks_for(RESERVED), dtype=np.int32)
-    return BlockTable(blocks=blocks, num_reserved=RESERVED)
+    return BlockTable(blocks=blocks, num_reserved=RESERVED, max_blocks=len(blocks), num_taken=len(blocks))
 
 
 def piece(stream: int, start: int, tokens: list[int], kind: SliceKind, num_sampled: int = 1) -> RunSlice:

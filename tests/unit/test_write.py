@@ -1,4 +1,4 @@
-"""A bundle appears whole or not at all, and its draft survives an interruption."""
+"""A bundle appears whole or not at all, and what is unfinished of it survives an interruption."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_tools.draft import StageRecord, draft_key, kept_costs, open_draft, remove_stale_drafts
+from export_tools.unfinished import ShardRecord, export_key, kept_costs, open_unfinished, remove_stale
 from export_tools.write import check_target, recover_target
 from langchain_pshard.core.bundle import (
     LayerSpan,
@@ -20,6 +20,7 @@ from langchain_pshard.core.bundle import (
     WeightMode,
     describe_file,
     load_manifest,
+    stage_dir,
 )
 from langchain_pshard.core.errors import InvalidOptionError, UsageError
 
@@ -51,18 +52,18 @@ def manifest_of(stages: tuple[StageEntry, ...], name: str) -> Manifest:
     ).sealed()
 
 
-def make_stage(draft: Any, stage_idx: int, name: str) -> StageEntry:
-    with draft.writing_stage(stage_idx) as folder:
+def make_stage(unfinished: Any, stage_idx: int, name: str) -> StageEntry:
+    with unfinished.writing(stage_dir(stage_idx)) as folder:
         (folder / "weights.bin").write_bytes(name.encode())
-    path = draft.bundle / f"stage-{stage_idx}" / "weights.bin"
-    entry = StageEntry(span=LayerSpan(stage_idx, stage_idx + 1), files=(describe_file(draft.bundle, path),))
-    draft.record(stage_idx, StageRecord(entry=entry), {"hidden": np.arange(stage_idx + 3)})
+    path = unfinished.bundle / f"stage-{stage_idx}" / "weights.bin"
+    entry = StageEntry(span=LayerSpan(stage_idx, stage_idx + 1), files=(describe_file(unfinished.bundle, path),))
+    unfinished.record(stage_dir(stage_idx), ShardRecord(entry=entry), {"hidden": np.arange(stage_idx + 3)})
     return entry
 
 
 def publish(target: Path, name: str) -> None:
-    with open_draft(target, KEY) as draft:
-        draft.publish(manifest_of((make_stage(draft, 0, name),), name))
+    with open_unfinished(target, KEY) as unfinished:
+        unfinished.publish(manifest_of((make_stage(unfinished, 0, name),), name))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -71,10 +72,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_nothing_is_at_the_target_before_publication(tmp_path: Path) -> None:
     target = tmp_path / "new parent" / "bündel [1]"
-    with open_draft(target, KEY) as draft:
-        manifest = manifest_of((make_stage(draft, 0, "first"),), "first")
+    with open_unfinished(target, KEY) as unfinished:
+        manifest = manifest_of((make_stage(unfinished, 0, "first"),), "first")
         assert not target.exists()
-        draft.publish(manifest)
+        unfinished.publish(manifest)
     assert load_manifest(target) == manifest
     assert [path.name for path in target.parent.iterdir()] == ["bündel [1]"]
 
@@ -85,7 +86,7 @@ def test_a_failure_before_the_first_stage_leaves_nothing(tmp_path: Path, error: 
     before = contents(tmp_path)
 
     def fail() -> None:
-        with open_draft(tmp_path / "bundle", KEY) as draft, draft.writing_stage(0) as folder:
+        with open_unfinished(tmp_path / "bundle", KEY) as unfinished, unfinished.writing(stage_dir(0)) as folder:
             (folder / "half").write_bytes(b"x")
             raise error
 
@@ -99,54 +100,54 @@ def test_finished_stages_are_found_again_and_others_are_not(tmp_path: Path) -> N
     target = tmp_path / "bundle"
 
     def interrupted() -> None:
-        with open_draft(target, KEY) as draft:
+        with open_unfinished(target, KEY) as unfinished:
             for stage_idx in (0, 1):
-                make_stage(draft, stage_idx, f"stage {stage_idx}")
-            with draft.writing_stage(2) as folder:
+                make_stage(unfinished, stage_idx, f"stage {stage_idx}")
+            with unfinished.writing(stage_dir(2)) as folder:
                 (folder / "half").write_bytes(b"x")
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not target.exists()
-    with open_draft(target, KEY) as draft:
-        found = draft.finished(0, LayerSpan(0, 1))
+    with open_unfinished(target, KEY) as unfinished:
+        found = unfinished.finished(stage_dir(0), LayerSpan(0, 1))
         assert found is not None
         assert found[0].entry.span == LayerSpan(0, 1)
-        assert draft.finished(0, LayerSpan(0, 2)) is None  # of another cut
+        assert unfinished.finished(stage_dir(0), LayerSpan(0, 2)) is None  # of another cut
         assert found[1]["hidden"].tolist() == [0, 1, 2]
-        (draft.bundle / "stage-1" / "weights.bin").write_bytes(b"stage 2")  # damaged since
-        assert draft.finished(1, LayerSpan(1, 2)) is None
-        assert draft.finished(2, LayerSpan(2, 3)) is None
-        entries = (found[0].entry, make_stage(draft, 1, "again"), make_stage(draft, 2, "new"))
-        draft.publish(manifest_of(entries, "whole"))
+        (unfinished.bundle / "stage-1" / "weights.bin").write_bytes(b"stage 2")  # damaged since
+        assert unfinished.finished(stage_dir(1), LayerSpan(1, 2)) is None
+        assert unfinished.finished(stage_dir(2), LayerSpan(2, 3)) is None
+        entries = (found[0].entry, make_stage(unfinished, 1, "again"), make_stage(unfinished, 2, "new"))
+        unfinished.publish(manifest_of(entries, "whole"))
     assert contents(target).keys() == {"manifest.json", *(f"stage-{idx}/weights.bin" for idx in range(3))}
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_a_draft_in_use_is_neither_entered_nor_removed(tmp_path: Path) -> None:
+def test_an_unfinished_bundle_in_use_is_neither_entered_nor_removed(tmp_path: Path) -> None:
     target = tmp_path / "bundle"
-    with open_draft(target, KEY) as draft:
-        make_stage(draft, 0, "mine")
-        with pytest.raises(UsageError, match="another export"), open_draft(target, KEY):
+    with open_unfinished(target, KEY) as unfinished:
+        make_stage(unfinished, 0, "mine")
+        with pytest.raises(UsageError, match="another export"), open_unfinished(target, KEY):
             pass
-        assert remove_stale_drafts(target, "another key") == 0
-        assert draft.finished(0, LayerSpan(0, 1)) is not None
+        assert remove_stale(target, "another key") == 0
+        assert unfinished.finished(stage_dir(0), LayerSpan(0, 1)) is not None
 
 
-def test_stale_drafts_of_this_target_alone_are_removed(tmp_path: Path) -> None:
+def test_stale_ones_of_this_target_alone_are_removed(tmp_path: Path) -> None:
     for name in ("bundle", "bundle-2"):
-        with open_draft(tmp_path / name, KEY) as draft:
-            make_stage(draft, 0, "left")
-    assert remove_stale_drafts(tmp_path / "bundle", KEY) == 0
-    assert remove_stale_drafts(tmp_path / "bundle", "another key") > 0
-    assert [path.name for path in tmp_path.iterdir()] == [f".bundle-2.draft-{KEY}"]
+        with open_unfinished(tmp_path / name, KEY) as unfinished:
+            make_stage(unfinished, 0, "left")
+    assert remove_stale(tmp_path / "bundle", KEY) == 0
+    assert remove_stale(tmp_path / "bundle", "another key") > 0
+    assert [path.name for path in tmp_path.iterdir()] == [f".bundle-2.unfinished-{KEY}"]
 
 
 def test_the_key_depends_on_every_part() -> None:
-    keys = {draft_key(parts) for parts in ({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}, {})}
+    keys = {export_key(parts) for parts in ({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}, {})}
     assert len(keys) == 4
-    assert draft_key({"b": 2, "a": 1}) == draft_key({"a": 1, "b": 2})
+    assert export_key({"b": 2, "a": 1}) == export_key({"a": 1, "b": 2})
 
 
 def test_measured_costs_outlive_an_interruption(tmp_path: Path) -> None:
@@ -156,12 +157,12 @@ def test_measured_costs_outlive_an_interruption(tmp_path: Path) -> None:
     costs = ModelCosts(layers=(part, part), embedding=part, head=part, step_ms=0.3, machine=speed, cpu="a processor")
     target = tmp_path / "bundle"
     assert kept_costs(target, KEY) is None
-    with open_draft(target, KEY) as draft:
-        draft.keep_costs(costs)
-        make_stage(draft, 0, "first")
+    with open_unfinished(target, KEY) as unfinished:
+        unfinished.keep_costs(costs)
+        make_stage(unfinished, 0, "first")
     assert kept_costs(target, KEY) == costs
     assert kept_costs(target, "another key") is None
-    next(tmp_path.glob(f".bundle.draft-{KEY}/costs.json")).write_bytes(b"{")
+    next(tmp_path.glob(f".bundle.unfinished-{KEY}/costs.json")).write_bytes(b"{")
     assert kept_costs(target, KEY) is None  # damaged: measured again
 
 
@@ -178,7 +179,7 @@ def test_the_old_bundle_comes_back_when_the_last_rename_fails(tmp_path: Path, mo
     rename = Path.rename
 
     def full_disk(source: Path, target: Path) -> Path:
-        if source.name == "bundle" and ".draft-" in source.parent.name:
+        if source.name == "bundle" and ".unfinished-" in source.parent.name:
             raise OSError(28, "No space left on device", str(target))
         return rename(source, target)
 

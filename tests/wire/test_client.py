@@ -327,6 +327,27 @@ def test_lost_worker_ends_streams_and_a_restarted_one_serves_again(fleet: FakeFl
     assert client.status().is_healthy
 
 
+@pytest.mark.parametrize("idx", [0, 1])
+def test_waiting_streams_go_on_waiting_while_a_worker_is_restarted(tmp_path: Path, idx: int) -> None:
+    with FakeFleet(tmp_path, capacity=64, delay_s=0.01) as fleet, connect(fleet, tmp_path) as client:
+        running = client.generate(PROMPT, params(60))
+        next(running)
+        waiting = client.generate(PROMPT, params(12))
+        fleet.workers[idx].stop()
+        fleet.restart(idx)
+        with pytest.raises(WorkerLostError):
+            list(running)
+        tokens = [token for chunk in waiting for token in chunk.token_ids]
+        assert tokens == plain_tokens(PROMPT, 2, 12, ignore_eos=True)
+
+
+def test_call_made_before_the_restart_is_noticed_does_not_fail(fleet: FakeFleet, client: PipelineClient) -> None:
+    for _ in range(5):
+        fleet.workers[1].stop()
+        fleet.restart(1)
+        assert list(client.complete(PROMPT, params(4)).token_ids) == plain_tokens(PROMPT, 2, 4, ignore_eos=True)
+
+
 def test_worker_that_stays_away_is_named_within_the_bound(fleet: FakeFleet, tmp_path: Path) -> None:
     with connect(fleet, tmp_path, connect_timeout_s=1.0) as client:
         fleet.workers[1].stop()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InferenceError, InvalidOptionError
-from langchain_pshard.core.messages import DType, Numerics
+from langchain_pshard.core.numerics import DType, Numerics
 from workers.runners.runner import NO_TOKENS, Logits, Runner, RunSlice, StreamKey, TokenArray
 
 GROUP_SIZE = 16
@@ -114,11 +114,15 @@ class Int8Boundary:
         return self._runner.kv_capacity_tokens
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return self._runner.kv_stream_tokens
+
+    @property
     def kv_used_tokens(self) -> int:
         return self._runner.kv_used_tokens
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
-        return self._runner.open(key, num_tokens, prompt)
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
+        return self._runner.open(key, num_tokens, prompt, shares_generated=shares_generated)
 
     def close_stream(self, key: StreamKey) -> None:
         self._runner.close_stream(key)

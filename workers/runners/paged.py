@@ -16,7 +16,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
-from langchain_pshard.core.messages import Numerics, SliceKind
+from langchain_pshard.core.numerics import Numerics
 from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable
 from workers.runners.engine import (
     OV_TYPES,
@@ -76,11 +76,17 @@ class PagedRunner:
         return self._pool.num_tokens
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        return self._pool.max_stream_tokens
+
+    @property
     def kv_used_tokens(self) -> int:
         return self._pool.used_tokens
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
-        return self._pool.take(key, num_tokens, prompt if self._stage.has_prefix_cache else NO_TOKENS)
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
+        if not self._stage.has_prefix_cache:
+            return self._pool.take(key, num_tokens)
+        return self._pool.take(key, num_tokens, prompt, shares_generated=shares_generated and len(prompt) > 0)
 
     def close_stream(self, key: StreamKey) -> None:
         self._pool.release(key)
@@ -104,8 +110,7 @@ class PagedRunner:
         infer(self._request, inputs, Port(0, output[:, None], element_type), self._stage.stage_name)
         self._layout, self._hidden = layout, memory
         for piece in slices:
-            if piece.kind is SliceKind.PREFILL:
-                self._pool.wrote_prompt(piece.key, piece.start, piece.tokens)
+            self._pool.wrote(piece.key, piece.start, piece.tokens, piece.kind)
         return output[: len(layout.sampled_rows)] if self._stage.is_last else output
 
     def _copy_block(self, source: int, target: int) -> None:
@@ -204,7 +209,7 @@ def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, tu
     caches = {
         idx: (np.zeros([num_blocks, *dims], dtype=_STORAGE[element_type.size]), element_type) for idx, (element_type, dims) in ports.items()
     }
-    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes), caches
+    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes, window=stage.kv_window), caches
 
 
 _STORAGE: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.float32}

@@ -10,11 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.codec import Tensor
-from langchain_pshard.core.messages import ClientId, Numerics, SliceKind, StreamId
+from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
+from langchain_pshard.core.numerics import Numerics
 
 TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 Logits = npt.NDArray[np.float32]
+MAX_SLICE_TOKENS = 512
+"""Most tokens of one slice: what bounds the KV that a stream holds where windows pass blocks."""
 
 
 class StreamKey(NamedTuple):
@@ -32,6 +35,7 @@ class RunSlice(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenArray  # [n]
     kind: SliceKind
     num_sampled: int
+    returns_logits: bool = False
 
 
 class Runner(Protocol):
@@ -53,16 +57,21 @@ class Runner(Protocol):
         """KV positions the stage can hold over all streams."""
 
     @property
+    def kv_stream_tokens(self) -> int | None:
+        """Most KV positions that are set aside for one stream, however long it is; None: as many as it has."""
+
+    @property
     def kv_used_tokens(self) -> int:
         """KV positions set aside for open streams."""
 
-    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS) -> int:
+    def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
         """Set aside KV for `num_tokens` positions.
 
         Args:
             key: a stream that is not open.
             num_tokens: positions of prompt and output.
             prompt: the tokens that the stream will prefill first, at most `num_tokens`; empty when it must share nothing with others.
+            shares_generated: whether KV of generated text may stand in for that of a prompt, which differs from it in its last bits.
 
         Returns:
             How many leading positions of the prompt the stream holds already, because another one computed the same; it may rewind them
@@ -88,6 +97,8 @@ class Runner(Protocol):
 
         Raises:
             InferenceError: the engine failed; the state of the slices' streams is undefined from their start on.
+            StateLostError: a slice goes back to where the KV it needs was given up, as every layer's window had passed it. Nothing was
+                computed.
             CapacityError: a slice goes back into positions that other streams share by now, and there is no room for a copy. Nothing was
                 computed.
         """
