@@ -126,13 +126,21 @@ def chunk_length(num_left: int, room: int) -> int:
 def best_chunk_tokens(num_left: int, costs: StepCosts) -> int:
     """The chunk length that brings `num_left` tokens through all stages soonest.
 
-    n tokens in chunks of c take (n / c + stages - 1) turns of (base + slope c): least at c = sqrt(n base / (slope (stages - 1))).
+    k chunks of n / k tokens take k + stages - 1 turns of (base + slope n / k): least about n / k = sqrt(n base / (slope (stages - 1))).
+    A chunk that is left over costs a turn like any other, so they are of one length.
     """
     line = costs.slowest_prompt()
     if costs.num_stages == 1 or line.slope_ms <= 0:
         return MAX_CHUNK_TOKENS
-    best = math.sqrt(num_left * line.base_ms / (line.slope_ms * (costs.num_stages - 1)))
-    return round(min(max(best, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS))
+    ideal = math.sqrt(num_left * line.base_ms / (line.slope_ms * (costs.num_stages - 1)))
+    few = max(1, math.floor(num_left / min(max(ideal, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)))
+    best, best_ms = MAX_CHUNK_TOKENS, math.inf
+    for num_chunks in (few, few + 1):
+        length = -(-num_left // num_chunks)
+        turns_ms = (num_chunks + costs.num_stages - 1) * line.at(length)
+        if length <= MAX_CHUNK_TOKENS and (length >= MIN_CHUNK_TOKENS or num_chunks == 1) and turns_ms < best_ms:
+            best, best_ms = length, turns_ms
+    return best
 
 
 def _rows(now: Situation, num_groups: int) -> tuple[StreamId, ...]:

@@ -159,7 +159,7 @@ def test_prompts_fill_the_budget_while_nobody_decodes() -> None:
 def test_short_prompts_that_wait_together_are_not_cut_and_share_micro_batches() -> None:
     alone = plan(situation(prefilling=((1, 40),)), MEMORY_BOUND)
     assert alone is not None
-    assert alone.chunks == chunks((1, 32))  # nothing else keeps the second stage busy
+    assert alone.chunks == chunks((1, 40))  # 32 and 8 would be three turns
     together = plan(situation(prefilling=tuple((stream, 40) for stream in range(1, 17))), MEMORY_BOUND)
     assert together is not None
     total = sum(chunk.num_tokens for chunk in together.chunks)
@@ -200,7 +200,7 @@ def test_in_flight_chunks_are_bounded_and_more_where_the_way_is_long() -> None:
 
 def test_the_best_chunk_is_no_slower_than_others() -> None:
     def turns_ms(learned: StepCosts, num_tokens: int, chunk: int) -> float:
-        return (num_tokens / chunk + learned.num_stages - 1) * learned.slowest_prompt().at(chunk)
+        return (-(-num_tokens // chunk) + learned.num_stages - 1) * learned.slowest_prompt().at(chunk)
 
     for learned in (MEMORY_BOUND, costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), prompt=(40.0, 0.4))):
         best = best_chunk_tokens(1000, learned)
