@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import (
+    activation,
     balance,
     call_latency,
     constrained,
@@ -34,6 +35,7 @@ from benchmarks.report import Report, show, write_json
 from langchain_pshard.core.errors import PShardError
 
 BENCHES: dict[str, Callable[[Console], Report]] = {
+    "activation": activation.run,
     "balance": balance.run,
     "call-latency": call_latency.run,
     "constrained": constrained.run_constrained,

@@ -10,7 +10,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,15 +22,16 @@ from benchmarks.report import Figure, Report, Samples
 from benchmarks.two_workers import settings, start_two_workers
 from langchain_pshard import PipelineClient
 from langchain_pshard.core.grammar import Grammar, GrammarKind
+from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.assembler import joined
 from langchain_pshard.pipeline.generation import Generation, GenerationParams
 
 NUM_TOKENS = 128
 REPETITIONS = 7
-USERS = (1, 8)
+MANY = 8
 LEAST_RATIO = 0.90
 MOST_FORCED = 0.10
-FREE = GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)
+SAMPLINGS = {"greedy": SamplingParams(), "drawn": SamplingParams(temperature=0.8, seed=1)}
 
 PROSE: dict[str, Any] = {"type": "array", "items": {"type": "string", "minLength": 60, "maxLength": 120}, "minItems": 100}
 """Nearly every token is the model's choice, and the mask is at its dearest: near the bound of a string all tokens have to be measured."""
@@ -51,9 +52,10 @@ RECORD["required"] = list(RECORD["properties"])
 """A record of fixed format: long keys and constants around a few values."""
 
 
-def bound_by(schema: dict[str, Any], *, max_tokens: int = 400) -> GenerationParams:
-    """Greedy, without drafts, whatever the schema allows."""
-    return GenerationParams(max_tokens=max_tokens, draft=None, grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+def bound_by(schema: dict[str, Any], *, max_tokens: int = 400, sampling: SamplingParams = SAMPLINGS["greedy"]) -> GenerationParams:
+    """Without drafts, whatever the schema allows."""
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    return GenerationParams(max_tokens=max_tokens, draft=None, grammar=grammar, sampling=sampling)
 
 
 def together(client: PipelineClient, prompts: Sequence[str], params: Sequence[GenerationParams]) -> tuple[float, list[Generation]]:
@@ -88,12 +90,11 @@ class Comparison:
         """Part of the bound tokens that took no step of their own, because nothing else was allowed."""
         return self.num_forced / self.num_tokens
 
-    def samples(self, users: int) -> tuple[Samples, ...]:
-        who = "1 user" if users == 1 else f"{users} users"
+    def samples(self, name: str) -> tuple[Samples, ...]:
         return (
-            Samples(name=f"free, {who}", unit="tok/s", values=tuple(self.free)),
-            Samples(name=f"bound, {who}", unit="tok/s", values=tuple(self.bound)),
-            Samples(name=f"ratio of neighbours, {who}", unit="", values=self.ratios),
+            Samples(name=f"free, {name}", unit="tok/s", values=tuple(self.free)),
+            Samples(name=f"bound, {name}", unit="tok/s", values=tuple(self.bound)),
+            Samples(name=f"ratio of neighbours, {name}", unit="", values=self.ratios),
         )
 
 
@@ -103,7 +104,7 @@ def compare(
     """Bound and free texts in turn. Bound ones come first, once, unmeasured: their lengths are those of the free ones."""
     params = [bound] * len(prompts)
     _, first = together(client, prompts, params)
-    free = [replace(FREE, max_tokens=len(generation.token_ids)) for generation in first]
+    free = [replace(bound, grammar=None, ignore_eos=True, max_tokens=len(generation.token_ids)) for generation in first]
     together(client, prompts, free)
     found = Comparison()
     for _ in range(repetitions):
@@ -119,34 +120,41 @@ def compare(
     return found
 
 
-def _measured(console: Console, bound: GenerationParams, users: Sequence[int]) -> dict[int, Comparison]:
+def _measured(console: Console, variants: Mapping[str, tuple[GenerationParams, int]]) -> dict[str, Comparison]:
+    """Name of a variant to what comes of it; each is its bound side and a number of users."""
     with Progress(console=console) as progress, contextlib.ExitStack() as stack:
         client = stack.enter_context(PipelineClient.connect(start_two_workers(stack, progress)))
-        measuring = progress.add_task(f"{REPETITIONS} x free and bound", total=REPETITIONS * len(users))
+        measuring = progress.add_task(f"{REPETITIONS} x free and bound", total=REPETITIONS * len(variants))
         prompts = list(PROMPTS.values())
         return {
-            count: compare(client, prompts[:count], bound, repetitions=REPETITIONS, advance=lambda: progress.advance(measuring))
-            for count in users
+            name: compare(client, prompts[:users], bound, repetitions=REPETITIONS, advance=lambda: progress.advance(measuring))
+            for name, (bound, users) in variants.items()
         }
 
 
 def run_constrained(console: Console) -> Report:
-    """Constrained decoding at batch 8 against free text, by a schema that forces nearly nothing (tok/s ratio).
+    """Constrained decoding at batch 8 against free text, by a schema that forces nearly nothing (tok/s ratios).
 
     Raises:
         InvalidOptionError: this machine lends us a single core.
     """
-    users = USERS[-1]
-    found = _measured(console, bound_by(PROSE, max_tokens=NUM_TOKENS), [users])[users]
+    variants = {name: (bound_by(PROSE, max_tokens=NUM_TOKENS, sampling=sampling), MANY) for name, sampling in SAMPLINGS.items()}
+    found = _measured(console, variants)
     return Report(
         bench="constrained",
-        question=f"{users} users at once, bound by a JSON schema that leaves the model nearly every token, against free text",
+        question=f"{MANY} users at once, bound by a JSON schema that leaves the model nearly every token, against free text",
         figures=(
-            Figure(key="ratio", value=found.ratio, at_least=LEAST_RATIO),
-            Figure(key="forced_share", value=found.forced_share, at_most=MOST_FORCED),
+            Figure(key="ratio", value=found["greedy"].ratio, at_least=LEAST_RATIO),
+            Figure(key="ratio_drawn", value=found["drawn"].ratio, at_least=LEAST_RATIO),
+            Figure(key="forced_share", value=max(one.forced_share for one in found.values()), at_most=MOST_FORCED),
         ),
-        samples=found.samples(users),
-        settings=settings(users=users, tokens=found.num_tokens, compared="all tokens over the whole time of the calls; no drafts"),
+        samples=tuple(samples for name, one in found.items() for samples in one.samples(name)),
+        settings=settings(
+            users=MANY,
+            tokens=found["greedy"].num_tokens,
+            drawn=f"temperature {SAMPLINGS['drawn'].temperature}",
+            compared="all tokens over the whole time of the calls; no drafts",
+        ),
     )
 
 
@@ -156,8 +164,8 @@ def run_forced(console: Console) -> Report:
     Raises:
         InvalidOptionError: this machine lends us a single core.
     """
-    found = _measured(console, bound_by(RECORD), USERS)
-    alone, crowd = found[USERS[0]], found[USERS[1]]
+    found = _measured(console, {"1 user": (bound_by(RECORD), 1), f"{MANY} users": (bound_by(RECORD), MANY)})
+    alone, crowd = found.values()
     return Report(
         bench="forced",
         question="a record of fixed format by a JSON schema, forced text included, against free text of the same length",
@@ -166,9 +174,9 @@ def run_forced(console: Console) -> Report:
             Figure(key="ratio_batch", value=crowd.ratio, at_least=1.0),
             Figure(key="forced_share", value=alone.forced_share),
         ),
-        samples=tuple(samples for users, one in found.items() for samples in one.samples(users)),
+        samples=tuple(samples for name, one in found.items() for samples in one.samples(name)),
         settings=settings(
-            users=USERS,
+            users=f"1 and {MANY}",
             tokens=alone.num_tokens,
             compared="all tokens, keys and constants included, over the whole time of the calls; no drafts",
         ),

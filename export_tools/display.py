@@ -156,7 +156,7 @@ def summary(manifest: Manifest, bundle: Path) -> str:
     ]
     lines += [f"  {line}" for line in worker_lines(manifest, bundle)]
     if manifest.draft is not None:
-        lines += ["and let one of them serve the draft too, or another worker alone:", f"  {worker_line(bundle, '--draft')}"]
+        lines += ["and let one of them serve the draft too, or another worker alone:", f"  {_draft_line(manifest.draft, bundle)}"]
     return "\n".join(lines)
 
 
@@ -196,8 +196,12 @@ def _draft(draft: DraftEntry, bundle: Path) -> dict[str, Any]:
         "weights": draft.weight_mode.value,
         "num_bytes": draft.num_bytes,
         "verification": msgspec.to_builtins(draft.verification),
-        "worker": worker_line(bundle, "--draft"),
+        "worker": _draft_line(draft, bundle),
     }
+
+
+def _draft_line(draft: DraftEntry, bundle: Path) -> str:
+    return worker_line(bundle, "--draft") + ("" if "paged" in draft.runners else f" --runner {draft.runners[0]}")
 
 
 def _verification(found: Verification | None) -> str:

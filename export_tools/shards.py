@@ -80,7 +80,7 @@ def make_shards(
             entries.append(record.entry)
             advance(cut.weights.stored_bytes(span))
     if carried.verification is not None:
-        verify.check(carried.verification, cut.modes)
+        verify.check(carried.verification, cut.modes, name=cut.source.name)
     return tuple(entries), carried.verification
 
 

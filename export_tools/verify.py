@@ -128,20 +128,20 @@ def compare(ids: Arrays, before: Arrays, after: Arrays) -> Verification:
     )
 
 
-def check(verification: Verification, modes: WeightModes) -> None:
-    """Refuse a bundle that does not compute what the model computes.
+def check(verification: Verification, modes: WeightModes, *, name: str) -> None:
+    """Refuse shards that do not compute what the model of this name computes.
 
     Raises:
         VerificationError: with the figure and its limit.
     """
     if not np.isfinite(verification.max_logit_difference):
-        raise VerificationError("the shards give infinite or undefined logits on plain text: nothing was published")
+        raise VerificationError(f"the shards of {name} give infinite or undefined logits on plain text: nothing was published")
     relative = verification.max_logit_difference / verification.largest_logit
     stored = {modes.layers, modes.embedding, modes.head}
     limit = max(_LIMITS[mode] for mode in stored) if stored <= set(_LIMITS) else None
     if limit is not None and relative > limit:
         raise VerificationError(
-            f"the shards differ from the model: largest logit difference {verification.max_logit_difference:.3g}, {relative:.2g} of the"
+            f"the shards of {name} differ from it: largest logit difference {verification.max_logit_difference:.3g}, {relative:.2g} of the"
             f" largest logit, at most {limit:g} is expected of {modes.layers.value}: nothing was published. This is a defect of the"
             " exporter or of its support for this model; please report it. --no-verify publishes all the same"
         )

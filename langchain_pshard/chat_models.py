@@ -37,7 +37,7 @@ from langchain_pshard.tools import as_choice, as_tools
 
 _VERSION = software_version()
 _MAX_BATCH_THREADS = 256
-_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens")
+_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens", "prefix_cache")
 _LOCAL_ONLY = {"runner": None, "numerics": "fast", "kv_memory": None, "kv_precision": None, "threads": None}
 
 
@@ -132,6 +132,7 @@ class ChatPShard(CallOptions, BaseChatModel):
             kv_memory=self.kv_memory,
             kv_precision=self.kv_precision,
             num_threads=self.threads,
+            drafts=self.bundle is not None and self.draft == "model",
         )
 
     def _connect(self) -> Connection:
@@ -298,6 +299,8 @@ class ChatPShard(CallOptions, BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         fleet = {"bundle": str(self.bundle)} if self.bundle is not None else {"workers": sorted(self.workers or ())}
         options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in _TEXT_DOES_NOT_DEPEND_ON}
+        if self.prefix_cache == "all":  # the one value that is not exact
+            options["prefix_cache"] = self.prefix_cache
         return {
             "model_name": self.model_name,
             "fingerprint": self._fingerprint(),
@@ -337,9 +340,8 @@ class ChatPShard(CallOptions, BaseChatModel):
 
     def _fingerprint(self) -> str | None:
         """What tells models apart: the bundle's fingerprint, or None as long as running workers were not asked."""
-        if connection := self._share.peek():
-            return str(connection.client.manifest.fingerprint)
-        manifest = self._manifest()
+        connection = self._share.peek()
+        manifest = connection.client.manifest if connection else self._manifest()
         return None if manifest is None else str(manifest.fingerprint)
 
     def _manifest(self) -> Manifest | None:

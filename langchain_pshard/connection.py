@@ -36,6 +36,8 @@ class FleetSettings:
     kv_memory: str | None
     kv_precision: str | None
     num_threads: int | None
+    drafts: bool = False
+    """Whether a local one serves the bundle's draft model."""
 
 
 class Connection:
@@ -81,6 +83,7 @@ def _local_fleet(settings: FleetSettings, bundle: Path) -> LocalFleet:
         numerics=settings.numerics,
         kv_memory=settings.kv_memory,
         kv_precision=settings.kv_precision,
+        drafts=settings.drafts,
     )
 
 

@@ -18,7 +18,7 @@ def as_tools(tools: Sequence[Any], *, strict: bool | None = None) -> list[dict[s
     """Tools in OpenAI's form.
 
     Raises:
-        InvalidOptionError: one is of no known form, or has no name.
+        InvalidOptionError: one is of no known form, has no name, or no schema of its arguments.
     """
     return [as_tool(tool, strict=strict) for tool in tools]
 
@@ -28,14 +28,24 @@ def as_tool(tool: Any, *, strict: bool | None = None) -> dict[str, Any]:
     try:
         converted = convert_to_openai_tool(tool, strict=strict)
         function = converted["function"]
-        if not function["name"]:
+        if not isinstance(function["name"], str) or not function["name"]:
             raise ValueError("it has no name")
+        if isinstance(tool, Mapping) and "title" in tool:  # a JSON schema itself, of which LangChain leaves out what is empty
+            function.setdefault("parameters", {"type": "object", "properties": {}})
+        _check_arguments(function.get("parameters"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidOptionError(
             f"{tool!r} cannot be a tool: {error}; valid: a function with types and a docstring, a BaseTool, a pydantic or TypedDict class,"
             " or a dict with name, description and parameters"
         ) from error
     return dict(converted)
+
+
+def _check_arguments(schema: Any) -> None:
+    if schema is None:
+        raise ValueError("it has no schema; one that takes no arguments says so by parameters={'type': 'object', 'properties': {}}")
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise ValueError(f"parameters={schema!r} is no JSON schema of an object")
 
 
 def as_choice(choice: Any) -> str:

@@ -44,13 +44,18 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     epilog="`pshard-worker measure --help`: this machine's part of a fleet file. A bundle called measure is ./measure.",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--stage", "stages", type=int, multiple=True, required=True, metavar="I", help="Stage to serve; repeat it for several.")
+@click.option("--stage", "stages", type=int, multiple=True, metavar="I", help="Stage to serve; repeat it for several.")
+@click.option("--draft", is_flag=True, help="Serve the bundle's draft model, which guesses tokens ahead: beside stages, or alone.")
 @click.option("--listen", default="tcp://127.0.0.1:0", help="Address to serve at; port 0 takes a free one.")
 @click.option("--device", default="CPU", help="OpenVINO device.")
 @click.option("--runner", type=click.Choice(["paged", "stateful"]), default="paged", help="Engine; paged batches any number of streams.")
 @click.option("--numerics", type=click.Choice(["fast", "exact"]), default="fast", help="fast quantizes activations, exact nothing.")
 @click.option(
-    "--kv-memory", metavar="SIZE", default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB", callback=_as_bytes, help="KV memory of each stage."
+    "--kv-memory",
+    metavar="SIZE",
+    default=f"{DEFAULT_KV_MEMORY_BYTES >> 20}MiB",
+    callback=_as_bytes,
+    help="KV memory of each stage, and of the draft.",
 )
 @click.option(
     "--kv-precision",
@@ -61,17 +66,27 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option(
     "--prefix-cache/--no-prefix-cache",
     default=None,
-    help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where it changes no"
-    " token: paged, but not u8]",
+    help="Let prompts that begin alike share the KV of their beginning, which is computed once.  [default: yes, where that is exact:"
+    " paged but for u8, stateful under exact]",
+)
+@click.option(
+    "--activation",
+    type=click.Choice(["f32", "int8"]),
+    default="f32",
+    show_default=True,
+    help="How hidden states cross from stage to stage. int8 takes about a quarter of the bytes, for thin links; tokens then depend on where"
+    " the model is cut. All workers of a chain need the same.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
+@click.option("--allow-logits", is_flag=True, help="Let clients ask for whole logits, to compare with others. Not for production.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without any protection.")
 @click.option("--exit-with-parent", is_flag=True, hidden=True, help="Stop when standard input ends.")
 def command(
     *,
     bundle: Path,
     stages: tuple[int, ...],
+    draft: bool,
     listen: str,
     device: str,
     runner: Any,
@@ -79,15 +94,19 @@ def command(
     kv_memory: int,
     kv_precision: Any,
     prefix_cache: bool | None,
+    activation: Any,
     threads: int | None,
     log_format: str,
+    allow_logits: bool,
     insecure: bool,
     exit_with_parent: bool,
 ) -> None:
-    """Serve one or more stages of BUNDLE, a folder made by pshard-export.
+    """Serve one or more stages of BUNDLE, a folder made by pshard-export, or its draft model.
 
     Prints one line when it is ready. The first Ctrl-C or SIGTERM lets open streams finish, the second stops at once.
     """
+    if not stages and not draft:
+        raise click.UsageError("nothing to serve: give --stage I, once or more, --draft, or both")
     report = Report(is_json=log_format == "json")
     try:
         settings = Settings(
@@ -98,9 +117,17 @@ def command(
             threads=threads,
             kv_memory_bytes=kv_memory,
             prefix_cache=prefix_cache,
+            activation=activation,
         )
         options = Options(
-            bundle=bundle, stages=stages, listen=listen, settings=settings, is_insecure=insecure, exits_with_parent=exit_with_parent
+            bundle=bundle,
+            stages=stages,
+            drafts=draft,
+            listen=listen,
+            settings=settings,
+            is_insecure=insecure,
+            allows_logits=allow_logits,
+            exits_with_parent=exit_with_parent,
         )
         serve(options, report)
     except PShardError as error:

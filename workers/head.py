@@ -150,12 +150,10 @@ def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest
         if matcher is not None:
             if offset and piece.kind is SliceKind.ROWS:
                 matcher.follow(int(piece.tokens[num_read + offset - 1]))
-            if stream.is_plain:
-                tokens.append(matcher.highest_allowed(row, int(highest[offset])))
-                continue
-            row = matcher.masked(row)  # penalties and log-probabilities are of what may come
+            if params.top_logprobs is not None:
+                row = matcher.masked(row)  # log-probabilities are of what may come
         history = stream.until(first + offset) if stream.has_penalties else _NO_HISTORY
-        tokens.append(sample(row, params, position=first + offset, history=history))
+        tokens.append(_sample_row(stream, row, int(highest[offset]), first + offset, history))
         if params.top_logprobs is not None:
             logprobs.append(token_logprobs(row, tokens[-1], params, history))
     encoded = np.array(tokens, dtype="<i4").tobytes()
@@ -166,3 +164,25 @@ def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest
         None if params.top_logprobs is None else tuple(logprobs),
         np.array(forced, dtype="<i4").tobytes(),
     )
+
+
+def _sample_row(stream: _StreamTokens, row: Logits, highest: int, position: int, history: History) -> int:
+    """The token that follows `position`, of a row that is masked already when log-probabilities are asked for.
+
+    A draw among the allowed tokens needs no mask where nothing else narrows it: one among all is tried first, and mostly stands. A
+    forbidden token is drawn again, among the allowed ones and independently. With p(t) the chance of a token and A that of all allowed
+    ones, t comes with p(t) + (1 - A) p(t) / A = p(t) / A, as if the first draw had been among the allowed.
+    """
+    params, matcher = stream.params, stream.matcher
+    if matcher is None or params.top_logprobs is not None:
+        return sample(row, params, position=position, history=history)
+    if (forced := matcher.forced()) is not None:
+        return forced
+    if stream.is_plain:
+        return matcher.highest_allowed(row, highest)
+    if params.is_greedy or params.is_narrowed:
+        return sample(matcher.masked(row), params, position=position, history=history)
+    token = sample(row, params, position=position, history=history)
+    if matcher.permits(token):
+        return token
+    return sample(matcher.masked(row), params, position=position, history=history, draw_idx=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from langchain_pshard.core.bundle import FileEntry
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.grammar import Grammar
@@ -14,12 +16,12 @@ from workers.rows import join_rows
 from workers.runners.runner import RunSlice, StreamKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Send a message to whoever is at the end of a link; when the link is gone, so is the need for it."""
 
     link: Link
     message: Message
+    tensor: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,24 @@ class CloseStream:
     key: StreamKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Forward:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenDraft:
+    """Set aside KV of the draft model; how that went comes back through `Drafts.opened`."""
+
+    key: StreamKey
+    num_tokens: int
+    prompt: bytes
+    """Token ids, int32 little-endian; empty when the stream shares nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseDraft:
+    """Free the draft model's KV of one stream."""
+
+    key: StreamKey
+
+
+class Forward(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Send steps on to the next worker; a link that cannot take them comes back through `Worker.not_sent`."""
 
     link: Link
@@ -86,8 +104,7 @@ class Forward:
     hidden: Tensor  # [tokens, hidden]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaitingStep:
+class WaitingStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One client's step at one stage: the slices that passed every check, and their rows."""
 
     step: Step
@@ -128,4 +145,13 @@ class Run:
         return join_rows(tensors) if tensors else None
 
 
-Instruction = Reply | ReplyPiece | ReplyStatus | Dial | HangUp | OpenStream | CloseStream | Forward | Run
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunDraft:
+    """Compute these steps of the draft model, each of one slice; how it went comes back through `Drafts.sampled` or `Drafts.failed`."""
+
+    run: Run
+
+
+Instruction = (
+    Reply | ReplyPiece | ReplyStatus | Dial | HangUp | OpenStream | CloseStream | OpenDraft | CloseDraft | Forward | Run | RunDraft
+)

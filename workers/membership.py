@@ -86,9 +86,11 @@ class _Peer:
 class Membership:
     """Clients and next workers of one worker."""
 
-    def __init__(self, *, worker: WorkerId, served: frozenset[int], num_stages: int, software: str) -> None:
+    def __init__(self, *, worker: WorkerId, served: frozenset[int], num_stages: int, software: str, drafts: bool = False) -> None:
+        """`drafts`: whether a chain may ask nothing of this worker, because it serves the draft."""
         self._worker = worker
         self._served = served
+        self._drafts = drafts
         self._num_stages = num_stages
         self._software = software
         self._clients: dict[ClientId, Client] = {}
@@ -162,7 +164,7 @@ class Membership:
                 FleetMismatchError.code, f"the chain has {len(join.chain)} workers for the {self._num_stages} stages of this bundle"
             )
         asked = {stage_idx for stage_idx, hop in enumerate(join.chain) if hop.worker == self._worker}
-        if not asked or not asked <= self._served:
+        if not asked <= self._served or not (asked or self._drafts):
             return refused(
                 FleetMismatchError.code,
                 f"the chain asks worker {self._worker} for stages {sorted(asked)}, it serves {sorted(self._served)}:"

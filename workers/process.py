@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from langchain_pshard.core.bundle import Manifest, load_manifest, verify_files
+from langchain_pshard.core.bundle import DraftEntry, Manifest, load_manifest, verify_files
 from langchain_pshard.core.errors import AddressInUseError, InvalidOptionError
-from langchain_pshard.core.messages import StageOffer, WorkerId
+from langchain_pshard.core.messages import WorkerId
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.core.version import software_version
 from langchain_pshard.transport.address import Address
 from langchain_pshard.transport.hub import Hub
@@ -25,8 +26,8 @@ from workers.grammar import GrammarCompiler
 from workers.head import Head
 from workers.report import Report
 from workers.runners.runner import Runner
-from workers.server import Server
-from workers.shard import Settings, make_runner
+from workers.server import DraftEngine, Server
+from workers.shard import Settings, make_draft_runner, make_runner
 from workers.stopping import StopSwitch
 from workers.worker import Identity, Worker
 
@@ -41,7 +42,11 @@ class Options:
     stages: tuple[int, ...]
     listen: str
     settings: Settings
+    drafts: bool = False
+    """Whether it serves the bundle's draft model too, or alone when there are no stages."""
     is_insecure: bool = False
+    allows_logits: bool = False
+    """Clients may ask for whole logits, to compare them with others'."""
     exits_with_parent: bool = False
 
 
@@ -55,10 +60,13 @@ def serve(options: Options, report: Report) -> None:
         if options.exits_with_parent:
             switch.watch_parent()
         _check_exposure(options, report)
+        _warn_of_sharing(options.settings, report)
         manifest = load_manifest(options.bundle)
         stages = check_stages(options.stages, manifest)
+        draft = check_draft(manifest, options.bundle) if options.drafts else None
+        assert stages or draft is not None, "a worker serves something"
         address = listen(hub, options.listen)
-        _verify(options.bundle, manifest, stages, report)
+        _verify(options.bundle, manifest, stages, draft, report)
         # Read beside the weights: it takes seconds of its own.
         grammars = GrammarCompiler.of_bundle(options.bundle, manifest) if manifest.num_stages - 1 in stages else None
         runners: dict[int, Runner] = {}
@@ -66,10 +74,16 @@ def serve(options: Options, report: Report) -> None:
             with report.busy(f"loading stage {stage_idx}"):
                 runners[stage_idx] = make_runner(options.bundle, manifest, stage_idx, options.settings)
             stack.callback(runners[stage_idx].close)
+        engine = None
+        if draft is not None:
+            with report.busy("loading the draft"):
+                engine = DraftEngine(runner=make_draft_runner(options.bundle, draft, options.settings), sampler=Head())
+            stack.callback(engine.runner.close)
         if grammars is not None:
             grammars.wait()
-        identity = identify(manifest, runners)
-        server = Server(hub=hub, worker=Worker(identity), runners=runners, sampler=Head(grammars), bundle=options.bundle)
+        identity = identify(manifest, runners, engine.runner if engine else None, allows_logits=options.allows_logits)
+        worker = Worker(identity)
+        server = Server(hub=hub, worker=worker, runners=runners, sampler=Head(grammars), bundle=options.bundle, draft=engine)
         switch.attach(server)
         report.ready(identity, address)
         server.serve()
@@ -92,6 +106,19 @@ def check_stages(stages: tuple[int, ...], manifest: Manifest) -> tuple[int, ...]
     return tuple(sorted(stages))
 
 
+def check_draft(manifest: Manifest, bundle: Path) -> DraftEntry:
+    """The bundle's draft model.
+
+    Raises:
+        InvalidOptionError: it has none.
+    """
+    if manifest.draft is None:
+        raise InvalidOptionError(
+            f"--draft: {bundle} holds no draft of {manifest.model_name}; export it again with pshard-export --draft MODEL, or leave it out"
+        )
+    return manifest.draft
+
+
 def _check_exposure(options: Options, report: Report) -> None:
     address = Address.parse(options.listen)
     if address.is_loopback:
@@ -103,6 +130,14 @@ def _check_exposure(options: Options, report: Report) -> None:
     if not options.is_insecure:
         raise InvalidOptionError(f"{meaning}. Listen on tcp://127.0.0.1:0, or add --insecure on a network you trust")
     report.warn(f"--insecure: {meaning}")
+
+
+def _warn_of_sharing(settings: Settings, report: Report) -> None:
+    if settings.has_prefix_cache and not settings.is_sharing_exact:
+        why = (
+            "u8 keys of a block share scales" if settings.kv_precision == "u8" else "the stateful runner's KV depends on chunks under fast"
+        )
+        report.warn(f"--prefix-cache is not exact here, as {why}: a prompt that others shared may get another text than one computed anew")
 
 
 def listen(hub: Hub, address: str) -> str:
@@ -129,17 +164,20 @@ def _holder(port: int) -> str | None:
     return None
 
 
-def _verify(bundle: Path, manifest: Manifest, stages: tuple[int, ...], report: Report) -> None:
+def _verify(bundle: Path, manifest: Manifest, stages: tuple[int, ...], draft: DraftEntry | None, report: Report) -> None:
     # The tokenizer's files are checked by the clients that fetch them, by the hash they ask for; the last stage reads one itself.
     is_last = manifest.num_stages - 1 in stages
     own = tuple(file for file in manifest.tokenizer_files if is_last and file.path.endswith("/tokenizer.json"))
     files = own + tuple(file for stage_idx in stages for file in manifest.stages[stage_idx].files)
+    files += draft.files if draft is not None else ()
     with report.progress("verifying", sum(file.num_bytes for file in files)) as progress:
         verify_files(bundle, files, lambda num_bytes: progress.advance(progress.task_ids[0], num_bytes))
 
 
-def identify(manifest: Manifest, runners: dict[int, Runner]) -> Identity:
-    """What the worker says about itself, now that its engines are warm."""
+def identify(
+    manifest: Manifest, runners: dict[int, Runner], draft_runner: Runner | None = None, *, allows_logits: bool = False
+) -> Identity:
+    """What the worker says about itself, now that its engines are warm; `draft_runner` where it drafts."""
     offers = tuple(
         StageOffer(
             stage_idx=stage_idx,
@@ -148,6 +186,7 @@ def identify(manifest: Manifest, runners: dict[int, Runner]) -> Identity:
             num_bytes=manifest.stages[stage_idx].num_bytes,
             kv_capacity_tokens=runner.kv_capacity_tokens,
             is_resumable=runner.is_rewind_exact,
+            allows_logits=allows_logits and stage_idx == manifest.num_stages - 1,
             kv_stream_tokens=runner.kv_stream_tokens,
         )
         for stage_idx, runner in runners.items()
@@ -156,6 +195,16 @@ def identify(manifest: Manifest, runners: dict[int, Runner]) -> Identity:
         worker=WorkerId(secrets.token_hex(8)),
         software=software_version(),
         manifest=manifest,
-        numerics=next(iter(runners.values())).numerics,
+        numerics=next(runner for runner in (*runners.values(), draft_runner) if runner is not None).numerics,
         offers=offers,
+        draft=None if manifest.draft is None or draft_runner is None else _draft_offer(manifest.draft, draft_runner),
+    )
+
+
+def _draft_offer(draft: DraftEntry, runner: Runner) -> DraftOffer:
+    return DraftOffer(
+        model_name=draft.model_name,
+        num_bytes=draft.num_bytes,
+        kv_capacity_tokens=runner.kv_capacity_tokens,
+        context_length=draft.context_length,
     )

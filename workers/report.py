@@ -59,7 +59,7 @@ class Report:
             yield
 
     def ready(self, identity: Identity, address: str) -> None:
-        """The stages are warm and served at `address`."""
+        """All engines are warm and served at `address`."""
         stages = [offer.stage_idx for offer in identity.offers]
         manifest = identity.manifest
         if self._is_json:
@@ -67,14 +67,17 @@ class Report:
                 "event": "ready",
                 "address": address,
                 "stages": stages,
+                "draft": identity.draft.model_name if identity.draft else None,
                 "fingerprint": manifest.fingerprint,
                 "worker": identity.worker,
                 "pid": os.getpid(),
             }
             print(json.dumps(line), flush=True)
             return
-        spans = ", ".join(f"stage {offer.stage_idx} (layers {offer.span}, {offer.num_bytes / 2**20:.0f} MiB)" for offer in identity.offers)
-        print(f"ready: {manifest.model_name}, {spans} at {address}")
+        served = [f"stage {offer.stage_idx} (layers {offer.span}, {offer.num_bytes / 2**20:.0f} MiB)" for offer in identity.offers]
+        if identity.draft is not None:
+            served.append(f"draft {identity.draft.model_name} ({identity.draft.num_bytes / 2**20:.0f} MiB)")
+        print(f"ready: {manifest.model_name}, {', '.join(served)} at {address}")
         print(_paste_line(manifest, stages, address), flush=True)
 
     def warn(self, message: str) -> None:

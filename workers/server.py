@@ -8,31 +8,37 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
 import numpy as np
 import psutil
 
-from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, PShardError, StateLostError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, StageStatus, Status
+from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, Refused, SliceResult, Status
+from langchain_pshard.core.roles import EngineStatus, StageStatus
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
+from workers.draft import Drafts
 from workers.instructions import (
+    CloseDraft,
     CloseStream,
     Dial,
     Forward,
     HangUp,
     Instruction,
+    OpenDraft,
     OpenStream,
     Reply,
     ReplyPiece,
     ReplyStatus,
     Run,
+    RunDraft,
 )
-from workers.runners.runner import Logits, Runner, RunSlice, StreamKey, TokenArray
+from workers.runners.boundary import Float32s, check_finite
+from workers.runners.runner import NO_TOKENS, Logits, Runner, RunSlice, StreamKey, TokenArray
 from workers.worker import Worker
 
 IDLE_POLL_S = 1.0
@@ -55,6 +61,14 @@ class Sampler(Protocol):
     def sample(self, logits: Logits, slices: Sequence[RunSlice]) -> list[SliceResult]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftEngine:
+    """What computes the draft model's guesses."""
+
+    runner: Runner
+    sampler: Sampler
+
+
 class Server:
     """Serves until told to stop. `drain` and `stop` may be called from any thread, the rest from one.
 
@@ -63,6 +77,7 @@ class Server:
         runners: one engine for each stage of `worker`.
         sampler: needed exactly when the last stage is among them.
         bundle: folder that the tokenizer files are read from.
+        draft: needed exactly when `worker` drafts.
         clock: seconds, never going back.
     """
 
@@ -74,6 +89,7 @@ class Server:
         runners: Mapping[int, Runner],
         sampler: Sampler,
         bundle: Path,
+        draft: DraftEngine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hub = hub
@@ -81,6 +97,7 @@ class Server:
         self._runners = runners
         self._sampler = sampler
         self._bundle = bundle
+        self._draft = draft
         self._clock = clock
         self._started_s = clock()
         self._looked_s = clock()
@@ -146,13 +163,21 @@ class Server:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Reply(link=link, message=message):
-                    self._hub.send(link, message)
+                case Reply(link=link, message=message, tensor=tensor):
+                    self._hub.send(link, message, tensor)
                 case Forward(link=link, message=message, hidden=hidden):
                     if not self._hub.send(link, message, hidden):
                         self._carry_out(self._worker.not_sent(instruction))
                 case Run():
                     self._carry_out(self._run(instruction))
+                case RunDraft(run=run):
+                    self._carry_out(self._guess(run))
+                case OpenDraft(key=key):
+                    self._carry_out(self._drafts.opened(key, self._open_draft(instruction), self._clock()))
+                case CloseDraft(key=key):
+                    draft = self._draft_engine()
+                    draft.runner.close_stream(key)
+                    draft.sampler.close_stream(key)
                 case OpenStream():
                     self._carry_out(self._worker.opened(instruction.key, self._open(instruction)))
                 case CloseStream(stage_idx=stage_idx, key=key):
@@ -174,8 +199,9 @@ class Server:
             output = self._runners[run.stage_idx].run(run.slices, run.hidden)
             if self._worker.stage(run.stage_idx).shape.is_last:
                 results = self._sampler.sample(cast(Logits, output), run.slices)
-                return self._worker.sampled(run, results, started_s=started_s, ended_s=self._clock())
-            _check_finite(output, run)
+                return self._worker.sampled(run, results, output, started_s=started_s, ended_s=self._clock())
+            if output.dtype == np.float32:
+                check_finite(cast(Float32s, output), run.slices)
         except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
@@ -193,6 +219,34 @@ class Server:
             if is_last:
                 self._sampler.close_stream(wanted.key)
             return error
+
+    @property
+    def _drafts(self) -> Drafts:
+        assert self._worker.drafts is not None  # nobody else asks for the draft's engine
+        return self._worker.drafts
+
+    def _draft_engine(self) -> DraftEngine:
+        assert self._draft is not None  # whoever makes a worker that drafts gives it the engine
+        return self._draft
+
+    def _guess(self, run: Run) -> list[Instruction]:
+        draft = self._draft_engine()
+        started_s = self._clock()
+        try:
+            results = draft.sampler.sample(cast(Logits, draft.runner.run(run.slices, None)), run.slices)
+        except (InferenceError, CapacityError, StateLostError) as error:
+            logger.error("the draft failed on %d steps: %s", len(run.steps), error)
+            return self._drafts.failed(run, error)
+        return self._drafts.sampled(run, results, started_s=started_s, ended_s=self._clock())
+
+    def _open_draft(self, wanted: OpenDraft) -> int | PShardError:
+        draft = self._draft_engine()
+        try:
+            num_cached = draft.runner.open(wanted.key, wanted.num_tokens, np.frombuffer(wanted.prompt, dtype="<i4"))
+        except PShardError as error:
+            return error
+        draft.sampler.open(wanted.key, SamplingParams(), NO_TOKENS)  # the most likely token: it is right more often than any draw
+        return num_cached
 
     def _read_piece(self, piece: ReplyPiece) -> Message:
         path = self._bundle / piece.file.path
@@ -214,6 +268,7 @@ class Server:
             num_clients=self._worker.num_clients,
             num_malformed=self._hub.num_malformed + self._worker.num_malformed,
             stages=tuple(self._stage_status(stage_idx, runner) for stage_idx, runner in self._runners.items()),
+            draft=self._draft_status(),
         )
 
     def _stage_status(self, stage_idx: int, runner: Runner) -> StageStatus:
@@ -228,16 +283,15 @@ class Server:
             compute_ms=1e3 * stage.compute_s,
         )
 
-
-def _check_finite(hidden: Tensor, run: Run) -> None:
-    """Stop what is no number at the stage where it comes up: the next one could not tell whose fault it is.
-
-    Raises:
-        InferenceError: naming the streams of the run.
-    """
-    if hidden.dtype == np.float32 and not np.isfinite(hidden).all():
-        streams = ", ".join(str(piece.key.stream) for piece in run.slices)
-        raise InferenceError(
-            f"the hidden states of stream {streams} are not finite: the weights are damaged, or a number in the model's layers grew out of"
-            " range; try --numerics exact, or another prompt"
+    def _draft_status(self) -> EngineStatus | None:
+        if self._worker.drafts is None:
+            return None
+        stage, runner = self._worker.drafts.stage, self._draft_engine().runner
+        return EngineStatus(
+            num_streams=stage.num_streams,
+            kv_used_tokens=runner.kv_used_tokens,
+            kv_capacity_tokens=runner.kv_capacity_tokens,
+            num_steps=stage.num_steps,
+            num_tokens=stage.num_tokens,
+            compute_ms=1e3 * stage.compute_s,
         )

@@ -1,26 +1,30 @@
-"""One stage of a bundle, made ready to run: model, device, precisions, engine.
+"""One shard of a bundle, a stage or the draft, made ready to run: model, device, precisions, engine.
 
 OpenVINO is imported where it is used, so that options can be checked, and a missing installation explained, without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from langchain_pshard.core.bundle import MODEL_XML, Manifest, stage_dir
+from langchain_pshard.core.bundle import DRAFT_DIR, MODEL_XML, DraftEntry, LayerSpan, Manifest, stage_dir
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, InvalidOptionError, MissingExtraError
-from langchain_pshard.core.messages import ClientId, DType, Numerics, SliceKind, StreamId
+from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
+from langchain_pshard.core.numerics import DType, Numerics
+from workers.draft import MAX_DRAFTS
+from workers.runners.boundary import Int8Boundary, check_hidden_size, row_width
 from workers.runners.runner import Runner, RunSlice, StreamKey
 
 RunnerName = Literal["paged", "stateful"]
 NumericsName = Literal["fast", "exact"]
 KvPrecision = Literal["f16", "f32", "u8"]
+ActivationName = Literal["f32", "int8"]
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
@@ -41,29 +45,36 @@ class Settings:
     threads: int | None = None
     """Inference threads; None leaves the choice to the device."""
     kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES
-    """KV memory of each stage."""
+    """KV memory of each stage, and of the draft."""
     prefix_cache: bool | None = None
-    """Whether prompts that begin alike share the KV of their beginning; None: where that changes no bit, which is paged KV but for u8."""
+    """Whether prompts that begin alike share the KV of their beginning; None: where that is exact."""
+    activation: ActivationName = "f32"
+    """How hidden states cross from stage to stage; int8 takes about a quarter of the bytes, and tokens then depend on the cuts."""
     cache_dir: Path | None = None
     """Where compiled models are kept between starts; None: nowhere."""
 
     def __post_init__(self) -> None:
         _check_one_of("runner", self.runner, get_args(RunnerName))
         _check_one_of("numerics", self.numerics, get_args(NumericsName))
+        _check_one_of("activation", self.activation, get_args(ActivationName))
         if self.kv_precision is not None:
             _check_one_of("kv_precision", self.kv_precision, get_args(KvPrecision))
         if self.threads is not None and self.threads < 1:
             raise InvalidOptionError(f"threads={self.threads} is out of range; valid: 1 or more")
         if self.kv_memory_bytes < 1:
             raise InvalidOptionError(f"kv_memory_bytes={self.kv_memory_bytes} is out of range; valid: 1 or more")
-        if self.prefix_cache and self.runner != "paged":
-            raise InvalidOptionError(f"the {self.runner} runner has no prefix cache: leave --prefix-cache out, or use --runner paged")
+
+    @property
+    def is_sharing_exact(self) -> bool:
+        """Whether a prompt that begins on shared KV says what it says without."""
+        # The keys of a u8 block share scales, so its bits depend on the chunks that filled it. So do those of the stateful runner under
+        # `fast`, and a shared beginning is a chunk.
+        return self.kv_precision != "u8" and (self.runner == "paged" or self.numerics == "exact")
 
     @property
     def has_prefix_cache(self) -> bool:
         """What `prefix_cache` comes to."""
-        # The keys of a u8 block share scales, so its bits depend on the chunks that filled it.
-        return self.runner == "paged" and self.kv_precision != "u8" if self.prefix_cache is None else self.prefix_cache
+        return self.is_sharing_exact if self.prefix_cache is None else self.prefix_cache
 
 
 def _check_one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -80,41 +91,62 @@ def make_runner(bundle: Path, manifest: Manifest, stage_idx: int, settings: Sett
         BundleError: the stage's model cannot be read.
         CapacityError: the KV pool does not fit into the memory available.
     """
-    ov = _openvino()
-    if settings.runner not in manifest.runners:
-        raise InvalidOptionError(
-            f"the {settings.runner} runner cannot run {manifest.model_name} ({manifest.architecture}): its attention has no such form;"
-            f" valid: --runner {' or '.join(manifest.runners)}"
-        )
     if not 0 <= stage_idx < manifest.num_stages:
         raise InvalidOptionError(f"stage {stage_idx} is not in this bundle; valid: 0 to {manifest.num_stages - 1}")
+    if settings.activation == "int8":
+        check_hidden_size(manifest.hidden_size)
+    return _make_runner(bundle / stage_dir(stage_idx), f"stage {stage_idx}", manifest, manifest.stages[stage_idx].span, settings)
+
+
+def make_draft_runner(bundle: Path, draft: DraftEntry, settings: Settings) -> Runner:
+    """The same for the bundle's draft model, which is one stage: nothing of it crosses to another.
+
+    Raises:
+        See `make_runner`.
+    """
+    settings = replace(settings, activation="f32")
+    # Guesses are written one by one, and all of them may have to be taken back.
+    return _make_runner(bundle / DRAFT_DIR, "the draft", draft, draft.span, settings, num_taken_back=MAX_DRAFTS)
+
+
+def _make_runner(
+    folder: Path, name: str, model: Manifest | DraftEntry, span: LayerSpan, settings: Settings, *, num_taken_back: int = 0
+) -> Runner:
+    ov = _openvino()
+    if settings.runner not in model.runners:
+        raise InvalidOptionError(
+            f"the {settings.runner} runner cannot run {model.model_name} ({model.architecture}): its attention has no such form;"
+            f" valid: --runner {' or '.join(model.runners)}"
+        )
     core = ov.Core()
     _check_device(core, settings)
-    numerics, properties = _choose_numerics(ov, manifest, settings)
+    numerics, properties = _choose_numerics(ov, model.activation_group_size, settings)
 
     from workers.runners.engine import StageModel
     from workers.runners.paged import PagedRunner
     from workers.runners.stateful import StatefulRunner
 
-    span = manifest.stages[stage_idx].span
     stage = StageModel(
-        model=_read(core, bundle / stage_dir(stage_idx) / MODEL_XML),
+        model=_read(core, folder / MODEL_XML),
         core=core,
         properties=MappingProxyType(properties),
         numerics=numerics,
-        stage_name=f"stage {stage_idx}",
-        is_first=stage_idx == 0,
-        is_last=stage_idx == manifest.num_stages - 1,
-        hidden_size=manifest.hidden_size,
-        vocab_size=manifest.vocab_size,
-        num_kv_heads=manifest.num_kv_heads,
-        head_dim=manifest.head_dim,
-        windows=manifest.attention_windows[span.start : span.end],
+        stage_name=name,
+        is_first=span.start == 0,
+        is_last=span.end == len(model.attention_windows),
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        windows=model.attention_windows[span.start : span.end],
         kv_memory_bytes=settings.kv_memory_bytes,
         has_prefix_cache=settings.has_prefix_cache,
+        num_taken_back=num_taken_back,
     )
     runner: Runner = PagedRunner(stage) if settings.runner == "paged" else StatefulRunner(stage)
-    _warm_up(runner, None if stage.is_first else manifest.hidden_size)
+    if settings.activation == "int8":
+        runner = Int8Boundary(runner, hidden_size=model.hidden_size, is_last=stage.is_last)
+    _warm_up(runner, None if stage.is_first else row_width(runner.numerics.boundary, model.hidden_size))
     return runner
 
 
@@ -143,14 +175,14 @@ def _read(core: Any, path: Path) -> Any:
         raise BundleError(f"{path} cannot be read as an OpenVINO model: copy or export it again ({str(error).splitlines()[-1]})") from error
 
 
-def _choose_numerics(ov: ModuleType, manifest: Manifest, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
+def _choose_numerics(ov: ModuleType, activation_group_size: int, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
     """The numerics class and the properties that compile a stage into it."""
     is_fast = settings.numerics == "fast"
     properties: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
         "KV_CACHE_PRECISION": settings.kv_precision or ("f16" if is_fast else "f32"),
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": manifest.activation_group_size if is_fast else 0,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group_size if is_fast else 0,
         "EXECUTION_MODE_HINT": "PERFORMANCE" if is_fast else "ACCURACY",
     }
     if settings.threads is not None:
@@ -170,8 +202,8 @@ def _choose_numerics(ov: ModuleType, manifest: Manifest, settings: Settings) -> 
     return numerics, properties
 
 
-def _warm_up(runner: Runner, hidden_size: int | None) -> None:
-    """Run each kind of kernel once: a prefill, one row, several rows. `hidden_size` is None on a first stage."""
+def _warm_up(runner: Runner, width: int | None) -> None:
+    """Run each kind of kernel once: a prefill, one row, several rows. `width` of a row of hidden states is None on a first stage."""
     key = StreamKey(ClientId("warm-up"), StreamId(0))
     num_prefill, num_rows = 16, 4
     runner.open(key, num_prefill + 1 + num_rows)
@@ -179,12 +211,12 @@ def _warm_up(runner: Runner, hidden_size: int | None) -> None:
         start = 0
         for count, kind in ((num_prefill, SliceKind.PREFILL), (1, SliceKind.ROWS), (num_rows, SliceKind.ROWS)):
             piece = RunSlice(key=key, start=start, tokens=np.zeros(count, dtype=np.int32), kind=kind, num_sampled=1)
-            runner.run([piece], None if hidden_size is None else _zeros(count, hidden_size, runner.numerics.boundary))
+            runner.run([piece], None if width is None else _zeros(count, width, runner.numerics.boundary))
             start += count
     finally:
         runner.close_stream(key)
 
 
-def _zeros(num_tokens: int, hidden_size: int, boundary: DType) -> Tensor:
-    hidden: Tensor = np.zeros((num_tokens, hidden_size), dtype=NUMPY_DTYPES[boundary])
+def _zeros(num_tokens: int, width: int, boundary: DType) -> Tensor:
+    hidden: Tensor = np.zeros((num_tokens, width), dtype=NUMPY_DTYPES[boundary])
     return hidden

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
-from langchain_pshard.core.errors import CapacityError, ProtocolError, StateLostError
-from langchain_pshard.core.messages import DType, Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
+from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
+from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
 from workers.runners.runner import MAX_SLICE_TOKENS, RunSlice, StreamKey, TokenArray
@@ -30,6 +32,7 @@ for the largest inference it ever ran: 1,024 tokens took 120 MiB more than 512 o
 MAX_STEP_TOKENS = 8192
 """Tokens of one step; keeps a forwarded tensor below the codec's limit for hidden sizes up to 8192."""
 MAX_WAITING_STEPS = 1024
+_TOKEN = np.dtype("<i4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +42,27 @@ class StageShape:
     stage_idx: int
     is_last: bool
     vocab_size: int
-    hidden_size: int
+    row_width: int
+    """Elements of a row of hidden states in the boundary's type."""
     boundary: DType
+    is_draft: bool = False
+    """The only stage of the draft model, not one of the bundle's."""
+    allows_logits: bool = False
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return "the draft" if self.is_draft else f"stage {self.stage_idx}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class Dropped(msgspec.Struct, frozen=True, kw_only=True):
     """Slices of a step that go no further, for the client to hear of."""
 
     step: Step
     failures: tuple[StreamFailure, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch, or the attempt to make one, came to."""
 
     run: Run | None
@@ -115,7 +125,7 @@ class Stage:
         if self.shape.stage_idx == 0:
             return None if hidden is None else "the first stage takes token ids, and a tensor came with them"
         dtype = NUMPY_DTYPES[self.shape.boundary]
-        wanted = (sum(piece.num_tokens for step in steps for piece in step.slices), self.shape.hidden_size)
+        wanted = (sum([step.num_tokens for step in steps]), self.shape.row_width)
         if hidden is not None and hidden.dtype == dtype and hidden.shape == wanted:
             return None
         found = "none" if hidden is None else f"{hidden.dtype}{list(hidden.shape)}"
@@ -125,34 +135,51 @@ class Stage:
         """Take in a step whose tensor passed `tensor_fault`; returns the slices that are refused at once (possibly none).
 
         Args:
-            hidden: [tokens of the step, hidden], or None on the first stage.
+            hidden: [tokens of the step, row_width], or None on the first stage.
         """
         if len(self._waiting) >= MAX_WAITING_STEPS:
-            text = f"{MAX_WAITING_STEPS} steps wait at stage {self.shape.stage_idx} already: send less at once"
+            text = f"{MAX_WAITING_STEPS} steps wait at {self.shape.title} already: send less at once"
             return all_dropped(step, CapacityError.code, text)
-        num_tokens = sum(piece.num_tokens for piece in step.slices)
+        num_tokens = step.num_tokens
         if num_tokens > MAX_STEP_TOKENS:
             text = f"a step of {num_tokens} tokens; at most {MAX_STEP_TOKENS} are allowed: send several"
+            return all_dropped(step, ProtocolError.code, text)
+        num_logits = sum(piece.num_sampled for piece in step.slices if piece.returns_logits) * self.shape.vocab_size
+        if 4 * num_logits > MAX_LOGITS_BYTES:
+            text = f"a step that asks for {4 * num_logits} bytes of logits; at most {MAX_LOGITS_BYTES} are allowed: send several"
             return all_dropped(step, ProtocolError.code, text)
         times = Counter(piece.stream for piece in step.slices) if len(step.slices) > 1 else {}
         kept: list[int] = []
         slices: list[RunSlice] = []
         failures: dict[StreamId, StreamFailure] = {}
         for idx, piece in enumerate(step.slices):
-            tokens = np.frombuffer(piece.tokens[: piece.num_tokens * 4], dtype="<i4")
+            tokens = np.frombuffer(piece.tokens[: piece.num_tokens * 4], _TOKEN)
             fault = "the stream comes twice in one step" if times.get(piece.stream, 1) > 1 else self._fault(piece, tokens)
             key = StreamKey(step.client, piece.stream)
             if fault:
                 failures[piece.stream] = StreamFailure(piece.stream, ProtocolError.code, f"malformed slice: {fault}")
                 continue
             if key not in self._streams:
-                text = f"stage {self.shape.stage_idx} holds no stream {piece.stream}: open it again"
+                text = f"{self.shape.title} holds no stream {piece.stream}: open it again"
                 failures[piece.stream] = StreamFailure(piece.stream, StateLostError.code, text)
                 continue
+            if piece.returns_logits and self.shape.is_last and not self.shape.allows_logits:
+                text = f"stage {self.shape.stage_idx} returns no logits: start its worker with --allow-logits, for comparison only"
+                failures[piece.stream] = StreamFailure(piece.stream, InvalidOptionError.code, text)
+                continue
             kept.append(idx)
-            slices.append(RunSlice(key=key, start=piece.start, tokens=tokens, kind=piece.kind, num_sampled=piece.num_sampled))
+            slices.append(
+                RunSlice(
+                    key=key,
+                    start=piece.start,
+                    tokens=tokens,
+                    kind=piece.kind,
+                    num_sampled=piece.num_sampled,
+                    returns_logits=piece.returns_logits,
+                )
+            )
         if slices:
-            rows = pick_rows([piece.num_tokens for piece in step.slices], kept, hidden)
+            rows = hidden if not failures else pick_rows([piece.num_tokens for piece in step.slices], kept, hidden)
             self._waiting.append(WaitingStep(step=step, slices=tuple(slices), hidden=rows, arrived_s=now_s))
         return Dropped(step=step, failures=tuple(failures.values()))
 
@@ -169,7 +196,7 @@ class Stage:
         if piece.kind is SliceKind.PREFILL and num_tokens == 1 and piece.start > 0:
             return f"a prefill chunk of one token at position {piece.start}; join it to its neighbour or send it as a row"
         # A decode row is one token, and two reductions over it cost more than everything else here.
-        lowest, highest = (int(tokens[0]),) * 2 if num_tokens == 1 else (int(tokens.min()), int(tokens.max()))
+        lowest, highest = (tokens.item(),) * 2 if num_tokens == 1 else (int(tokens.min()), int(tokens.max()))
         if lowest < 0 or highest >= self.shape.vocab_size:
             return f"token id {lowest if lowest < 0 else highest} in a vocabulary of {self.shape.vocab_size}"
         return None
@@ -229,7 +256,7 @@ class Stage:
         return _only(waiting, kept), tuple(failures)
 
     def _breaks_rule(self, piece: RunSlice, stream: _Stream) -> StreamFailure | None:
-        where = f"stage {self.shape.stage_idx}"
+        where = self.shape.title
         name = piece.key.stream
         if piece.start > stream.length:
             text = f"{where} holds {stream.length} positions of stream {name}, the slice starts at {piece.start}: send it again from there"
@@ -258,7 +285,7 @@ class Stage:
         for piece in run.slices:
             self._streams[piece.key].length = piece.start  # what lies beyond is undefined
         if len(run.steps) > 1:
-            self._waiting.extendleft(replace(waiting, is_alone=True) for waiting in reversed(run.steps))
+            self._waiting.extendleft(msgspec.structs.replace(waiting, is_alone=True) for waiting in reversed(run.steps))
             return ()
         waiting = run.steps[0]
         failures = tuple(StreamFailure(piece.key.stream, code, message) for piece in waiting.slices)
@@ -272,7 +299,7 @@ def _only(waiting: WaitingStep, kept: list[int]) -> WaitingStep | None:
     if not kept:
         return None
     rows = pick_rows([len(piece.tokens) for piece in waiting.slices], kept, waiting.hidden)
-    return replace(waiting, slices=tuple(waiting.slices[idx] for idx in kept), hidden=rows)
+    return msgspec.structs.replace(waiting, slices=tuple(waiting.slices[idx] for idx in kept), hidden=rows)
 
 
 def all_dropped(step: Step, code: str, message: str) -> Dropped:

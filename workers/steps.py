@@ -15,6 +15,7 @@ from langchain_pshard.transport.hub import Link
 from workers.instructions import Forward, Instruction, Reply, Run, WaitingStep
 from workers.membership import Client, Membership
 from workers.rows import join_rows
+from workers.runners.runner import RunSlice
 from workers.stage import Dropped, Stage, all_dropped
 
 
@@ -45,9 +46,10 @@ class Steps:
         out: list[Instruction] = []
         first = 0
         for step in batch.steps:
-            num_tokens = sum(piece.num_tokens for piece in step.slices)
-            rows = hidden[first : first + num_tokens] if hidden is not None and not fault else None
-            first += num_tokens
+            rows = hidden
+            if len(batch.steps) > 1 and hidden is not None and not fault:
+                rows = hidden[first : first + step.num_tokens]
+                first += step.num_tokens
             client = self._members.find(step.client)
             if client is None or step.epoch < client.epoch:
                 continue
@@ -101,17 +103,27 @@ class Steps:
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
-    def sampled(self, run: Run, results: Sequence[SliceResult], *, started_s: float, ended_s: float) -> list[Instruction]:
-        """The last stage computed `run`: every client gets its own result."""
+    def sampled(self, run: Run, results: Sequence[SliceResult], logits: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
+        """The last stage computed `run`: every client gets its own result, and the logits that it asked for."""
         self._stages[run.stage_idx].succeeded(run, ended_s - started_s)
         out: list[Instruction] = []
-        first = 0
+        first = first_row = 0
         for waiting in run.steps:
             step = _passed(waiting, started_s, ended_s)
             own = tuple(results[first : first + len(step.slices)])
             first += len(step.slices)
-            message = StepResult(epoch=step.epoch, step_id=step.step_id, results=own, timings=step.timings)
-            out.append(Reply(link=self._client_of(step).link, message=message))
+            num_rows = sum(piece.num_sampled for piece in waiting.slices)
+            tensor = _asked_for(waiting.slices, logits[first_row : first_row + num_rows])
+            first_row += num_rows
+            message = StepResult(
+                epoch=step.epoch,
+                step_id=step.step_id,
+                results=own,
+                timings=step.timings,
+                logits=None if tensor is None else tensor_spec(tensor),
+                logits_of=tuple(piece.key.stream for piece in waiting.slices if piece.returns_logits),
+            )
+            out.append(Reply(link=self._client_of(step).link, message=message, tensor=tensor))
         return out
 
     def computed(self, run: Run, hidden: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
@@ -123,7 +135,7 @@ class Steps:
         first = 0
         for waiting in run.steps:
             step = _passed(waiting, started_s, ended_s)
-            rows = hidden[first : first + waiting.num_tokens]
+            rows = hidden if len(run.steps) == 1 else hidden[first : first + waiting.num_tokens]
             first += waiting.num_tokens
             hop = self._client_of(step).chain[stage_idx]
             if hop.worker == self._worker:
@@ -148,6 +160,19 @@ class Steps:
         client = self._members.find(step.client)
         assert client is not None  # the steps of whoever leaves are dropped with the streams
         return client
+
+
+def _asked_for(slices: Sequence[RunSlice], logits: Tensor) -> Tensor | None:
+    """The logits of the slices that ask for them, [positions, vocab]; nearly always none do."""
+    if not any(piece.returns_logits and piece.num_sampled for piece in slices):
+        return None
+    parts: list[Tensor] = []
+    begin = 0
+    for piece in slices:
+        if piece.returns_logits:
+            parts.append(logits[begin : begin + piece.num_sampled])
+        begin += piece.num_sampled
+    return join_rows(parts)
 
 
 def _passed(waiting: WaitingStep, started_s: float, ended_s: float) -> Step:

@@ -30,6 +30,8 @@ from langchain_pshard.core.messages import (
     PROTOCOL_VERSION,
     ClientId,
     Close,
+    Draft,
+    Drafted,
     Fetch,
     Fetched,
     GetStatus,
@@ -37,20 +39,23 @@ from langchain_pshard.core.messages import (
     Join,
     Leave,
     MicroBatch,
-    Numerics,
     Open,
     Ping,
     Pong,
     Refused,
     RequestId,
     SliceResult,
-    StageOffer,
+    StreamFailure,
     Welcome,
     WorkerId,
 )
+from langchain_pshard.core.numerics import Numerics
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.transport.hub import Arrived, Link
+from workers.draft import Drafts
 from workers.instructions import Forward, Instruction, Reply, ReplyPiece, ReplyStatus, Run
 from workers.membership import Client, Membership
+from workers.runners.boundary import row_width
 from workers.runners.runner import StreamKey
 from workers.stage import TOKEN_BUDGET, Stage, StageShape
 from workers.steps import Steps
@@ -66,6 +71,7 @@ class Identity:
     manifest: Manifest
     numerics: Numerics
     offers: tuple[StageOffer, ...]
+    draft: DraftOffer | None = None
 
     def welcome(self, request: RequestId) -> Welcome:
         return Welcome(
@@ -77,6 +83,7 @@ class Identity:
             model_name=self.manifest.model_name,
             numerics=self.numerics,
             stages=self.offers,
+            draft=self.draft,
         )
 
 
@@ -92,18 +99,28 @@ class Worker:
                     stage_idx=offer.stage_idx,
                     is_last=offer.stage_idx == manifest.num_stages - 1,
                     vocab_size=manifest.vocab_size,
-                    hidden_size=manifest.hidden_size,
+                    row_width=row_width(identity.numerics.boundary, manifest.hidden_size),
                     boundary=identity.numerics.boundary,
+                    allows_logits=offer.allows_logits,
                 ),
                 token_budget=token_budget,
             )
             for offer in identity.offers
         }
         self._members = Membership(
-            worker=identity.worker, served=frozenset(self._stages), num_stages=manifest.num_stages, software=identity.software
+            worker=identity.worker,
+            served=frozenset(self._stages),
+            num_stages=manifest.num_stages,
+            software=identity.software,
+            drafts=identity.draft is not None,
         )
         self._streams = Streams(self._stages)
         self._steps = Steps(identity.worker, self._stages, self._members)
+        self.drafts: Drafts | None = None
+        """The draft role, for the loop to report to; None when this worker does not draft."""
+        if identity.draft is not None and manifest.draft is not None:
+            self.drafts = Drafts.of(manifest.draft, self._members, vocab_size=manifest.vocab_size, token_budget=token_budget)
+        self._is_drafts_turn = False
         self._manifest_json = manifest.to_json()
         self._files = {file.sha256: file for file in manifest.tokenizer_files}
         self._is_draining = False
@@ -125,7 +142,7 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether `next_run` has something to choose from."""
-        return self._steps.has_work
+        return self._steps.has_work or (self.drafts is not None and self.drafts.has_work)
 
     @property
     def expects_more(self) -> bool:
@@ -155,6 +172,9 @@ class Worker:
         match event.message:
             case MicroBatch() as batch:
                 return self._steps.take(batch, event.tensor, now_s)
+            case Draft() as message:
+                self._members.heard(message.client, now_s, link)
+                return self._draft(link, message, now_s)
             case Ping(request=request, client=client):
                 if client is not None:
                     self._members.heard(client, now_s, link)
@@ -228,7 +248,7 @@ class Worker:
     def _join(self, link: Link, join: Join, now_s: float) -> list[Instruction]:
         if self._is_draining:
             return [Reply(link=link, message=self._is_leaving(join.request))]
-        freed = self._streams.free_all(join.client) if self._members.is_newer(join) else []
+        freed = self._free_all(join.client) if self._members.is_newer(join) else []
         return freed + self._members.join(link, join, now_s)
 
     def _open(self, link: Link, ask: Open) -> list[Instruction]:
@@ -253,6 +273,8 @@ class Worker:
             return refused(
                 StateLostError.code, f"worker {self._identity.worker} {at}{state}; the stream is of epoch {ask.epoch}: join first"
             )
+        if not client.stages_on(self._identity.worker):
+            return refused(ProtocolError.code, f"worker {self._identity.worker} has no stage in this chain: open streams elsewhere")
         if known is not None:
             said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar, one.shares_generated) for one in (known, ask))
             is_same = said == says
@@ -280,24 +302,34 @@ class Worker:
         client = self._members.find(close.client)
         if client is None or client.epoch != close.epoch:
             return []
-        return [step for stream in close.streams for step in self._streams.free(StreamKey(close.client, stream))]
+        return [step for stream in close.streams for step in self._free(StreamKey(close.client, stream))]
+
+    def _free(self, key: StreamKey) -> list[Instruction]:
+        return self._streams.free(key) + (self.drafts.free(key) if self.drafts else [])
+
+    def _free_all(self, client: ClientId) -> list[Instruction]:
+        return self._streams.free_all(client) + (self.drafts.free_all(client) if self.drafts else [])
 
     def _forget(self, client: ClientId) -> list[Instruction]:
-        return self._streams.free_all(client) + self._members.forget(client)
+        return self._free_all(client) + self._members.forget(client)
 
     # --- steps: see `steps` ------------------------------------------------------------------------------------------
 
     def next_run(self) -> list[Instruction]:
-        """The next inference (at most one, as the last instruction), with what was refused on the way to it."""
-        return self._steps.next_run()
+        """The next inference (at most one, as the last instruction), with what was refused on the way to it.
+
+        Stages and the draft take turns where both have work: neither can keep the other waiting for longer than one inference.
+        """
+        self._is_drafts_turn = self.drafts is not None and self.drafts.has_work and not (self._is_drafts_turn and self._steps.has_work)
+        return self.drafts.next_run() if self.drafts and self._is_drafts_turn else self._steps.next_run()
 
     def computed(self, run: Run, hidden: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
         """A stage before the last one computed `run`; `hidden` is [tokens of the run, hidden]."""
         return self._steps.computed(run, hidden, started_s=started_s, ended_s=ended_s)
 
-    def sampled(self, run: Run, results: Sequence[SliceResult], *, started_s: float, ended_s: float) -> list[Instruction]:
-        """The last stage computed `run`; `results` has one entry a slice, in order."""
-        return self._steps.sampled(run, results, started_s=started_s, ended_s=ended_s)
+    def sampled(self, run: Run, results: Sequence[SliceResult], logits: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
+        """The last stage computed `run`; `results` has one entry a slice, in order, and `logits` the rows that were sampled."""
+        return self._steps.sampled(run, results, logits, started_s=started_s, ended_s=ended_s)
 
     def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
         """The engine failed on `run`."""
@@ -306,6 +338,20 @@ class Worker:
     def not_sent(self, forward: Forward) -> list[Instruction]:
         """The link to the next worker did not take these steps."""
         return self._steps.not_sent(forward)
+
+    # --- drafts: see `draft` -----------------------------------------------------------------------------------------
+
+    def _draft(self, link: Link, message: Draft, now_s: float) -> list[Instruction]:
+        client = self._members.find(message.client)
+        if client is not None and message.epoch < client.epoch:
+            return []
+        if client is not None and client.has_joined and client.epoch == message.epoch and self.drafts is not None:
+            return self.drafts.ask(message, is_draining=self._is_draining, now_s=now_s)
+        text, code = f"worker {self._identity.worker} does not know this client at epoch {message.epoch}: join first", StateLostError.code
+        if self.drafts is None:
+            text, code = f"worker {self._identity.worker} serves no draft: ask the one whose Welcome offers it", ProtocolError.code
+        failures = tuple(StreamFailure(ask.stream, code, text) for ask in message.asks)
+        return [Reply(link=link, message=Drafted(epoch=message.epoch, results=(), failures=failures))]
 
 
 def _prompt_fault(ask: Open, vocab_size: int) -> str | None:

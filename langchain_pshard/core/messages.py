@@ -11,13 +11,15 @@ Three kinds of number order everything:
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NewType
 
 import msgspec
 
-from langchain_pshard.core.bundle import Fingerprint, LayerSpan
+from langchain_pshard.core.bundle import Fingerprint
 from langchain_pshard.core.grammar import Grammar
+from langchain_pshard.core.numerics import Numerics, TensorSpec
+from langchain_pshard.core.roles import DraftOffer, EngineStatus, StageOffer, StageStatus
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
@@ -34,59 +36,11 @@ RequestId = NewType("RequestId", int)
 """Pairs a control request with its reply, per client and link."""
 
 
-class DType(Enum):
-    """Element types a tensor may have on the wire. numpy has no bf16: its bits travel and are handled as uint16."""
-
-    F32 = "f32"
-    BF16 = "bf16"
-
-
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Type and shape of the tensor frame that follows the header, row-major, little-endian."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-
 class _Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of all messages; the struct's tag is its name on the wire."""
 
 
 # --- getting to know one another -------------------------------------------------------------------------------------
-
-
-class Numerics(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's numerics class: two stages may serve one stream only when all of it is equal."""
-
-    name: str
-    """`fast` or `exact`."""
-    runner: str
-    """`paged` or `stateful`."""
-    device: str
-    openvino: str
-    inference_precision: str
-    kv_precision: str
-    dynamic_quantization_group_size: int
-    """0 when activations are not quantized."""
-    boundary: DType
-    """Type in which hidden states leave a stage."""
-
-
-class StageOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage a worker serves."""
-
-    stage_idx: int
-    num_stages: int
-    span: LayerSpan
-    num_bytes: int
-    """Size of the shard's weights on disk."""
-    kv_capacity_tokens: int
-    """KV positions the stage can hold, over all streams."""
-    is_resumable: bool = True
-    """Whether rejected positions can be rewound exactly under this worker's numerics class."""
-    kv_stream_tokens: int | None = None
-    """Most KV positions that one stream takes of the capacity, however long it is, where every layer has a window; None: as many as it
-    has positions."""
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
@@ -98,7 +52,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
-    """Worker -> client: answered only when every stage is warm."""
+    """Worker -> client: answered only when every stage is warm, and the draft."""
 
     request: RequestId
     protocol: int
@@ -108,6 +62,7 @@ class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
     model_name: str
     numerics: Numerics
     stages: tuple[StageOffer, ...]
+    draft: DraftOffer | None = None
 
 
 class Hop(msgspec.Struct, frozen=True, array_like=True):
@@ -178,8 +133,7 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     num_tokens: int
     sampling: SamplingParams
     prompt: bytes = b""
-    """The prompt's token ids, int32 little-endian (its beginning will do): a stage may hold KV of the same text already. Empty when the
-    stream is to share nothing with others."""
+    """The prompt's token ids, int32 little-endian (its beginning will do): a stage may hold KV of it already. Empty: share nothing."""
     grammar: Grammar | None = None
     """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
     shares_generated: bool = False
@@ -191,8 +145,7 @@ class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
 
     request: RequestId
     cached: tuple[int, ...] = ()
-    """How many leading positions of the prompt each stage of this worker holds already; the first slice may start at the least of all
-    stages, or anywhere before."""
+    """Leading positions of the prompt that each stage of this worker holds: the first slice may start at the least of all, or before."""
 
 
 class Close(_Message, frozen=True, kw_only=True, tag="close"):
@@ -226,6 +179,8 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kind: SliceKind
     num_sampled: int
     """How many trailing positions the last stage samples a next token for."""
+    returns_logits: bool = False
+    """Whether the last stage answers with the logits of those positions as well; refused by workers that were not started for it."""
 
     @property
     def num_tokens(self) -> int:
@@ -249,6 +204,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     slices: tuple[Slice, ...]
     timings: tuple[StageTiming, ...] = ()
     """One entry for each stage passed so far."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum([piece.num_tokens for piece in self.slices])
 
 
 class MicroBatch(_Message, frozen=True, kw_only=True, tag="batch"):
@@ -280,6 +239,9 @@ class StepResult(_Message, frozen=True, kw_only=True, tag="result"):
     step_id: StepId
     results: tuple[SliceResult, ...]
     timings: tuple[StageTiming, ...]
+    logits: TensorSpec | None = None
+    """Of the tensor beside it, [positions, vocab]: the logits that `logits_of` asked for, stream after stream. Nearly always none."""
+    logits_of: tuple[StreamId, ...] = ()
 
 
 class StreamFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -297,6 +259,45 @@ class StepFailed(_Message, frozen=True, kw_only=True, tag="failed"):
     step_id: StepId
     stage_idx: int
     failures: tuple[StreamFailure, ...]
+
+
+class DraftAsk(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How one stream goes on, and how many tokens to guess behind that: a `Slice` by the same one step rule. A new stream begins at 0."""
+
+    stream: StreamId
+    start: int
+    tokens: bytes
+    kind: SliceKind
+    num_drafts: int
+    num_positions: int
+    """To set aside for a stream that is new here: prompt and output."""
+    is_shared: bool = False
+    """Whether a prompt may share KV with others that begin alike."""
+
+
+class Draft(_Message, frozen=True, kw_only=True, tag="draft"):
+    """Client -> worker that drafts: guess. A stream's later ask ends the guessing of an earlier one, whose tokens it still takes in."""
+
+    client: ClientId
+    epoch: Epoch
+    asks: tuple[DraftAsk, ...]
+
+
+class DraftResult(msgspec.Struct, frozen=True, array_like=True):
+    """What may follow the first `num_positions` tokens of a stream."""
+
+    stream: StreamId
+    num_positions: int
+    tokens: bytes
+    """Token ids, int32 little-endian; fewer than were asked for when there was no room for more, or a later ask came."""
+
+
+class Drafted(_Message, frozen=True, kw_only=True, tag="drafted"):
+    """Worker -> client: every ask of a known client comes to a result or a failure. Who fails goes on without drafts."""
+
+    epoch: Epoch
+    results: tuple[DraftResult, ...]
+    failures: tuple[StreamFailure, ...] = ()
 
 
 # --- liveness and status ---------------------------------------------------------------------------------------------
@@ -317,19 +318,6 @@ class GetStatus(_Message, frozen=True, kw_only=True, tag="get-status"):
     request: RequestId
 
 
-class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Live figures of one stage."""
-
-    stage_idx: int
-    num_streams: int
-    kv_used_tokens: int
-    kv_capacity_tokens: int
-    num_steps: int
-    num_tokens: int
-    compute_ms: float
-    """Total time in inference since start."""
-
-
 class Status(_Message, frozen=True, kw_only=True, tag="status"):
     """Worker -> client."""
 
@@ -341,6 +329,7 @@ class Status(_Message, frozen=True, kw_only=True, tag="status"):
     num_malformed: int
     """Messages dropped because they could not be decoded, or made no sense as a whole."""
     stages: tuple[StageStatus, ...]
+    draft: EngineStatus | None = None
 
 
 Message = (
@@ -358,6 +347,8 @@ Message = (
     | MicroBatch
     | StepResult
     | StepFailed
+    | Draft
+    | Drafted
     | Ping
     | Pong
     | GetStatus

@@ -71,6 +71,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether only some of the tokens may be drawn."""
+        return self.top_k != 0 or self.top_p != 1.0 or self.min_p != 0.0
+
 
 def _check(name: str, value: float, is_valid: bool, valid: str) -> None:
     if math.isnan(value) or not is_valid:
@@ -92,7 +97,7 @@ class History(msgspec.Struct, frozen=True):
     generated: Sequence[int]
 
 
-def sample(logits: Logits, params: SamplingParams, *, position: int, history: History) -> int:
+def sample(logits: Logits, params: SamplingParams, *, position: int, history: History, draw_idx: int = 0) -> int:
     """Choose the token that follows `position`.
 
     Args:
@@ -100,12 +105,13 @@ def sample(logits: Logits, params: SamplingParams, *, position: int, history: Hi
         params: how to choose.
         position: logical position of the token whose logits these are; with the seed it decides the draw.
         history: tokens up to and including `position`; read only when a penalty is set.
+        draw_idx: which of the position's independent draws.
     """
     if params.has_penalties:
         logits = penalized(logits, params, history)
     if params.is_greedy:
         return int(np.argmax(logits))
-    draw = uniform(params.seed, position)
+    draw = uniform(params.seed, position, draw_idx)
     if params.top_k == 0 and params.top_p == 1.0:
         return _drawn(_weights(logits, logits.max(), params), draw)
     candidates, weights = _ranked_candidates(logits, params)
@@ -114,9 +120,9 @@ def sample(logits: Logits, params: SamplingParams, *, position: int, history: Hi
     return int(candidates[min(index, len(candidates) - 1)])
 
 
-def uniform(seed: int, position: int) -> float:
-    """The one random number of (seed, position), in [0, 1)."""
-    return float(np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random())
+def uniform(seed: int, position: int, draw_idx: int = 0) -> float:
+    """The random numbers of (seed, position), in [0, 1), by their index."""
+    return float(np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64))).random(draw_idx + 1)[draw_idx])
 
 
 def penalized(logits: Logits, params: SamplingParams, history: History) -> Logits:

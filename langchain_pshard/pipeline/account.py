@@ -14,6 +14,7 @@ class Account:
     __slots__ = (
         "_compute_ms",
         "_first_token_at",
+        "_guess_ms",
         "_last_token_at",
         "_num_accepted",
         "_num_cached",
@@ -41,6 +42,7 @@ class Account:
         self._compute_ms: list[float] = []
         self._queue_ms: list[float] = []
         self._way_ms = 0.0
+        self._guess_ms = 0.0
 
     def cached(self, num_tokens: int) -> None:
         """So many tokens of the prompt need no computing."""
@@ -74,6 +76,10 @@ class Account:
         self._num_drafted += num_drafted
         self._num_accepted += num_accepted
 
+    def waited(self, milliseconds: float) -> None:
+        """For the draft model."""
+        self._guess_ms += milliseconds
+
     def stats(self) -> GenerationStats:
         first_token_at = self._last_token_at if self._first_token_at is None else self._first_token_at
         started_at = first_token_at if self._started_at is None else self._started_at
@@ -90,4 +96,5 @@ class Account:
             stage_compute_ms=tuple(self._compute_ms),
             stage_queue_ms=tuple(self._queue_ms),
             way_ms=self._way_ms,
+            guess_ms=self._guess_ms,
         )

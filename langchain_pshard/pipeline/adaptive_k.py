@@ -50,6 +50,23 @@ class Acceptance:
         return gains
 
 
+def num_to_ask(gains: Sequence[float], *, step_ms: Callable[[int], float], guess_ms: Callable[[int], float]) -> int:
+    """How many tokens to have guessed by somebody who takes time for it, so that a stream gets most tokens per second; 0 when none pay.
+
+    Args:
+        gains: of each draft that may be asked for, falling.
+        step_ms: what a step takes in which the stream has so many rows.
+        guess_ms: what a guess of so many tokens takes, before that step.
+    """
+    best, best_rate, tokens = 0, 1.0 / step_ms(1), 1.0
+    for count, gain in enumerate(gains, start=1):  # to the end: what every guess costs at least may pay with several tokens only
+        tokens += gain
+        rate = tokens / (step_ms(1 + count) + guess_ms(count))
+        if rate > best_rate:
+            best, best_rate = count, rate
+    return best
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What one stream could send beside its own row."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.errors import FleetMismatchError
-from langchain_pshard.core.messages import PROTOCOL_VERSION, Hop, Numerics, Welcome, WorkerId
+from langchain_pshard.core.messages import PROTOCOL_VERSION, Hop, Welcome, WorkerId
+from langchain_pshard.core.numerics import Numerics
+from langchain_pshard.core.roles import DraftOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class ChainStage:
     kv_capacity_tokens: int
     is_resumable: bool
     numerics: Numerics
+    allows_logits: bool = False
     kv_stream_tokens: int | None = None
     """Most KV positions of one stream, however long it is; None: as many as it has."""
 
@@ -32,12 +35,25 @@ class ChainStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRole:
+    """Where the draft model is served, and what it can hold."""
+
+    address: str
+    offer: DraftOffer
+
+    @property
+    def context_length(self) -> int:
+        return self.offer.context_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The stages of one model in order. A worker may serve several."""
+    """The stages of one model in order. A worker may serve several, and one may serve the draft model, beside stages or alone."""
 
     fingerprint: Fingerprint
     model_name: str
     stages: tuple[ChainStage, ...]
+    draft: DraftRole | None = None
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -54,6 +70,11 @@ class Chain:
     def tightest(self, num_positions: int) -> ChainStage:
         """The stage that has the least room left beside a stream of `num_positions`; below none when it cannot hold it at all."""
         return min(self.stages, key=lambda stage: stage.kv_capacity_tokens - stage.kv_needed(num_positions))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the workers that serve stages, each once."""
+        return tuple(dict.fromkeys(stage.address for stage in self.stages))
 
     def stages_at(self, address: str) -> tuple[int, ...]:
         return tuple(stage.stage_idx for stage in self.stages if stage.address == address)
@@ -73,11 +94,12 @@ def assemble(welcomes: Mapping[str, Welcome]) -> Chain:
     _check_protocol(welcomes)
     _check_equal(welcomes, "software version", lambda welcome: welcome.software, "install the same version of langchain-pshard everywhere")
     _check_fingerprints(welcomes)
-    _check_numerics(welcomes)
+    _check_numerics({address: welcome for address, welcome in welcomes.items() if welcome.stages})
     return Chain(
         fingerprint=next(iter(welcomes.values())).fingerprint,
         model_name=next(iter(welcomes.values())).model_name,
         stages=_stages(welcomes),
+        draft=_draft(welcomes),
     )
 
 
@@ -116,6 +138,8 @@ def _check_fingerprints(welcomes: Mapping[str, Welcome]) -> None:
 
 
 def _check_numerics(welcomes: Mapping[str, Welcome]) -> None:
+    if not welcomes:
+        return
     (address, first), *others = welcomes.items()
     for other_address, other in others:
         for name in first.numerics.__struct_fields__:
@@ -134,7 +158,7 @@ _REMEDIES = {
     "openvino": "install the same version of openvino everywhere",
     "inference_precision": "start all workers with --numerics exact, which every machine can do",
     "kv_precision": "start all workers with --numerics exact, which every machine can do",
-    "boundary": "start all workers with --numerics exact, which every machine can do",
+    "boundary": "start all workers with the same --activation",
 }
 
 
@@ -156,12 +180,15 @@ def _stages(welcomes: Mapping[str, Welcome]) -> tuple[ChainStage, ...]:
                 kv_capacity_tokens=offer.kv_capacity_tokens,
                 is_resumable=offer.is_resumable,
                 numerics=welcome.numerics,
+                allows_logits=offer.allows_logits,
                 kv_stream_tokens=offer.kv_stream_tokens,
             )
             if (other := found.setdefault(offer.stage_idx, stage)) is not stage:
                 raise FleetMismatchError(
                     f"stage {offer.stage_idx} is served twice, at {other.address} and at {address}: leave one of the two out"
                 )
+    if not num_stages:
+        raise FleetMismatchError(f"no worker serves a stage, only the draft is at {', '.join(welcomes)}: name the stages' workers too")
     if len(num_stages) != 1:
         raise FleetMismatchError(f"the workers disagree on the number of stages: {sorted(num_stages)}")
     expected = range(num_stages.pop())
@@ -173,3 +200,12 @@ def _stages(welcomes: Mapping[str, Welcome]) -> tuple[ChainStage, ...]:
             " start a worker for every missing stage and name it too"
         )
     return tuple(found[idx] for idx in expected)
+
+
+def _draft(welcomes: Mapping[str, Welcome]) -> DraftRole | None:
+    """The draft model where it disturbs least: at the worker with the fewest stages."""
+    offers = [(len(welcome.stages), address, welcome.draft) for address, welcome in welcomes.items() if welcome.draft is not None]
+    if not offers:
+        return None
+    _, address, offer = min(offers, key=lambda each: each[0])
+    return DraftRole(address=address, offer=offer)

@@ -8,10 +8,14 @@ import operator
 import queue
 import secrets
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 from langchain_pshard.core.bundle import Manifest
 from langchain_pshard.core.errors import CapacityError, ContextOverflowError, InvalidOptionError, PShardError, WorkerUnreachableError
@@ -26,6 +30,7 @@ from langchain_pshard.pipeline.ngram import NgramDrafter
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.reactor import Reactor
 from langchain_pshard.pipeline.requests import Reply
+from langchain_pshard.pipeline.scoring import gather_logits
 from langchain_pshard.pipeline.session import Session
 from langchain_pshard.pipeline.speculation import Drafter, begin
 from langchain_pshard.pipeline.store import default_cache_dir, model_files
@@ -41,6 +46,7 @@ _PROBE_TIMEOUT_S = 0.5
 _log = logging.getLogger(__name__)
 _DEFAULT_PARAMS = GenerationParams()
 _DEFAULT_OPTIONS = ClientOptions()
+_LOGITS_PARAMS = GenerationParams(max_tokens=1, ignore_eos=True, prefix_cache=False, draft=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,7 @@ class PipelineClient:
         self._addresses = addresses
         self._reactor = reactor
         self._has_told_inexact = False
+        self._logits_lock = threading.Lock()  # so that a step never asks for more logits than a stage allows
         self._close = weakref.finalize(self, reactor.close)
 
     @classmethod
@@ -147,8 +154,8 @@ class PipelineClient:
             An iterator over `GenerationChunk`s, of which the last one has an `end`.
 
         Raises:
-            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, or a drafter
-                that fails.
+            InvalidOptionError: a prompt that is empty or neither text nor token ids, ids that the vocabulary does not have, a drafter that
+                fails, or `draft="model"` on a fleet without a draft model.
             ContextOverflowError: prompt and max_tokens exceed the model's context.
             CapacityError: a stage cannot hold so many positions at all; later, while iterating: room did not come free in time.
             WorkerLostError, WorkerUnreachableError, StateLostError, DeadlineError, InferenceError, ClosedError: while iterating.
@@ -172,6 +179,25 @@ class PipelineClient:
     ) -> Generation:
         """`agenerate`, joined."""
         return joined([chunk async for chunk in self.agenerate(prompt, params, drafter=drafter)])
+
+    def logits(self, prompt: str | Sequence[int]) -> npt.NDArray[np.float32]:
+        """What the model says after every token of the prompt, [tokens, vocab], to compare it with another implementation.
+
+        Not for production: a vocabulary of floats travels for every token, where `generate` needs four bytes. Workers refuse it unless
+        that of the last stage was started with --allow-logits. One call at a time; others wait.
+
+        Raises:
+            InvalidOptionError: the fleet does not allow it, or as `generate`.
+            ContextOverflowError, CapacityError, FleetError: as `generate`.
+        """
+        last = self.chain.stages[-1]
+        if not last.allows_logits:
+            raise InvalidOptionError(
+                f"the worker of the last stage at {last.address} returns no logits: start it with --allow-logits, for comparison only"
+            )
+        make_request = self._request(prompt, _LOGITS_PARAMS, None)
+        with self._logits_lock:
+            return gather_logits(self._reactor, make_request)
 
     def status(self) -> FleetStatus:
         """Ask every worker how it is; waits at most `STATUS_TIMEOUT_S`.
@@ -212,6 +238,7 @@ class PipelineClient:
         if max_tokens < 1 or len(tokens) + max_tokens > context_length:
             raise ContextOverflowError.of(num_prompt_tokens=len(tokens), max_tokens=max(1, max_tokens), context_length=context_length)
         self._check_capacity(len(tokens), max_tokens)
+        drafts_by_model = drafter is None and params.draft == "model"
         drafter = self._drafter(params, drafter)
         if params.prefix_cache == "all" and not self._has_told_inexact:
             self._has_told_inexact = True
@@ -230,6 +257,7 @@ class PipelineClient:
                 sink=sink,
                 timeout_s=params.timeout_s,
                 drafting=None if drafter is None else begin(drafter, tokens),
+                drafts_by_model=drafts_by_model,
                 num_drafts=None if params.draft_tokens == "auto" else params.draft_tokens,
                 prefix_cache=params.prefix_cache,
                 grammar=params.grammar,
@@ -241,9 +269,16 @@ class PipelineClient:
         """What drafts for this call. `auto` keeps the promise that text depends on nothing but the stream; who asks for drafts where
         the fleet cannot take them back exactly gets them, and is told."""
         inexact = [stage for stage in self.chain.stages if not stage.is_resumable]
-        if drafter is None and params.draft is not None and not (params.draft == "auto" and inexact):
+        is_model = drafter is None and params.draft == "model"
+        if is_model and self.chain.draft is None:
+            raise InvalidOptionError(
+                "draft='model' needs a worker that serves the draft model, and none of this fleet does: start one with"
+                " `pshard-worker BUNDLE --draft`, on a bundle exported with --draft, and name it too, or let ChatPShard(bundle=...,"
+                " draft='model') start it; valid without one: 'auto', 'ngram', None"
+            )
+        if drafter is None and (params.draft == "ngram" or (params.draft == "auto" and not inexact)):
             drafter = NgramDrafter()
-        if drafter is not None and inexact:
+        if (drafter is not None or is_model) and inexact:
             stage = inexact[0]
             _log.warning(
                 "drafts are not exact on this fleet (stage %d at %s: runner %s, numerics %s, KV %s): texts may differ from those without"

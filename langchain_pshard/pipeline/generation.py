@@ -15,7 +15,7 @@ from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 DEFAULT_MAX_TOKENS = 1024
 MAX_DRAFT_TOKENS = 64
 Draft = Literal["auto", "ngram", "model"] | None
-_DRAFTS = ("auto", "ngram", None)
+_DRAFTS = ("auto", "ngram", "model", None)
 PrefixCache = bool | Literal["all"]
 
 
@@ -45,7 +45,7 @@ class GenerationParams:
     unless it is `all`: then generated text counts too, such as the last answer in a chat, which differs in its last bits from a prompt."""
     draft: Draft = "auto"
     """What guesses tokens ahead for the model to verify, which changes the speed, never the text: `ngram` looks the text up in itself,
-    `auto` does so where the fleet verifies exactly, None is off."""
+    `auto` does so where the fleet verifies exactly, `model` asks the fleet's draft model, None is off."""
     draft_tokens: int | Literal["auto"] = "auto"
     """Drafts a step; `auto` sends as many as pay, by measured acceptance and times."""
 
@@ -56,10 +56,8 @@ class GenerationParams:
             raise InvalidOptionError("stop contains an empty string, which would end every text at once; remove it")
         if not isinstance(self.prefix_cache, bool) and self.prefix_cache != "all":
             raise InvalidOptionError(f"prefix_cache={self.prefix_cache!r} is unknown; valid: True, False, 'all'")
-        if self.draft == "model":
-            raise InvalidOptionError("draft='model' needs a draft shard, which this version cannot serve yet; valid: 'auto', 'ngram', None")
         if self.draft not in _DRAFTS:
-            raise InvalidOptionError(f"draft={self.draft!r} is unknown; valid: 'auto', 'ngram', None")
+            raise InvalidOptionError(f"draft={self.draft!r} is unknown; valid: 'auto', 'ngram', 'model', None")
         if self.draft_tokens != "auto" and not _is_draft_count(self.draft_tokens):
             raise InvalidOptionError(f"draft_tokens={self.draft_tokens!r} is out of range; valid: 'auto', or 1 to {MAX_DRAFT_TOKENS}")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -100,6 +98,8 @@ class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
     """The same, waiting at a stage for its turn."""
     way_ms: float = 0.0
     """Total time of this stream's steps outside the stages: client to first stage, stage to stage, last stage to client."""
+    guess_ms: float = 0.0
+    """Total time that the stream waited for guesses of the draft model."""
 
     @property
     def num_hops(self) -> int:

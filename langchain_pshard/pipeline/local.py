@@ -46,6 +46,8 @@ class LocalFleet:
         kv_memory: str | None = None,
         kv_precision: str | None = None,
         prefix_cache: bool | None = None,
+        drafts: bool = False,
+        allow_logits: bool = False,
         start_timeout_s: float = 300.0,
     ) -> None:
         """Start the workers and wait until every stage is warm.
@@ -58,20 +60,27 @@ class LocalFleet:
             kv_memory: KV memory of each stage, with a unit: `1GiB`.
             kv_precision: type of the KV: `f16`, `f32` or `u8`.
             prefix_cache: whether prompts that begin alike share the KV of their beginning.
+            drafts: serve the bundle's draft model too, beside the last stage.
+            allow_logits: whether clients may ask for whole logits (`PipelineClient.logits`), for comparison.
             start_timeout_s: longest wait for all workers together.
 
         Raises:
             BundleError: no usable bundle, or one of its files is damaged.
-            InvalidOptionError: an option the workers do not know.
+            InvalidOptionError: an option the workers do not know, or `drafts` for a bundle without a draft model.
             WorkerUnreachableError: a worker was not ready in time.
             FleetError: a worker ended before it was ready; a class of its own when the worker said why.
         """
         manifest = load_manifest(bundle)
         num_stages = manifest.num_stages
+        if drafts and manifest.draft is None:
+            raise InvalidOptionError(
+                f"draft='model' needs a draft model, and {bundle} holds none: export it again with pshard-export --draft MODEL; without:"
+                " 'auto', 'ngram', None"
+            )
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
-        self._options = _options(
+        options = _options(
             {
                 "threads": num_threads or max(1, _num_cores() // num_stages),
                 "runner": runner or manifest.best_runner,
@@ -79,8 +88,10 @@ class LocalFleet:
                 "kv-memory": kv_memory,
                 "kv-precision": kv_precision,
                 "prefix-cache": prefix_cache,
+                "allow-logits": allow_logits or None,
             }
         )
+        self._options = [[*options, *(["--draft"] if drafts and idx == num_stages - 1 else [])] for idx in range(num_stages)]
         self._start_timeout_s = start_timeout_s
         self._lock = threading.RLock()
         self._processes: list[_WorkerProcess] = []
@@ -88,7 +99,7 @@ class LocalFleet:
         deadline = time.monotonic() + start_timeout_s
         try:
             for stage_idx in range(num_stages):  # all at once: they load in parallel
-                self._processes.append(_WorkerProcess(bundle, stage_idx, self._options))
+                self._processes.append(_WorkerProcess(bundle, stage_idx, self._options[stage_idx]))
             self.addresses = tuple(process.wait_ready(deadline, start_timeout_s) for process in self._processes)
         except BaseException:
             self.close()
@@ -120,7 +131,9 @@ class LocalFleet:
                 for stage_idx, process in enumerate(self._processes):
                     if not process.is_running:
                         process.finish(0.0)
-                        self._processes[stage_idx] = _WorkerProcess(self._bundle, stage_idx, self._options, self.addresses[stage_idx])
+                        self._processes[stage_idx] = _WorkerProcess(
+                            self._bundle, stage_idx, self._options[stage_idx], self.addresses[stage_idx]
+                        )
                         started.append(self._processes[stage_idx])
                 for process in started:
                     process.wait_ready(deadline, self._start_timeout_s)

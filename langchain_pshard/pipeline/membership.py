@@ -4,12 +4,15 @@ instructions out.
     OFFLINE -> GREETING (Hello to all) -> JOINING (Join to all, epoch raised) -> READY -> OFFLINE when a worker is lost
 
 Only this module raises the epoch. Why the last way ended in OFFLINE is in `failure`.
+
+A worker without stages, which only drafts, is nobody's loss: when it goes away the chain stays READY without it, and it is asked again and
+again until it is back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from langchain_pshard.core.bundle import Fingerprint
@@ -28,8 +31,8 @@ from langchain_pshard.core.messages import (
     RequestId,
     Welcome,
 )
-from langchain_pshard.pipeline.chain import Chain, assemble
-from langchain_pshard.pipeline.instructions import Dial, Instruction, Send
+from langchain_pshard.pipeline.chain import Chain, DraftRole, assemble
+from langchain_pshard.pipeline.instructions import Dial, Instruction, Send, Warn
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.recovery import Liveness
 
@@ -51,6 +54,8 @@ class _Member:
     request: RequestId
     welcome: Welcome | None = None
     is_joined: bool = False
+    is_away: bool = False
+    """A worker without stages that went away, or has not come back."""
 
 
 class Membership:
@@ -78,6 +83,7 @@ class Membership:
         self._options = options
         self._new_request = new_request
         self._fingerprint: Fingerprint | None = None
+        self._without_stages: frozenset[str] = frozenset()  # of the chain joined last
         self._members: dict[str, _Member] = {}
         self._deadline = now
         self._repeat_at = now
@@ -87,6 +93,12 @@ class Membership:
     def is_steady(self) -> bool:
         """Whether steps may be sent."""
         return self.phase is Phase.READY and not self._liveness.is_doubtful
+
+    @property
+    def draft(self) -> DraftRole | None:
+        """Who drafts, as long as it is there."""
+        role = None if self.chain is None else self.chain.draft
+        return None if role is None or self._members[role.address].is_away else role
 
     def connect(self, now: float) -> list[Instruction]:
         """Begin anew with fresh links; for `OFFLINE` only."""
@@ -108,7 +120,7 @@ class Membership:
 
     def on_message(self, address: str, message: Message, now: float) -> list[Instruction]:
         """Take note of any message; Welcome, Joined and the Refused of their requests are for this module alone."""
-        if self.phase is Phase.READY:
+        if self.phase is Phase.READY and not self._members[address].is_away:
             self._liveness.heard(address, now)
         member = self._members[address]
         match message:
@@ -116,9 +128,14 @@ class Membership:
                 return self._on_welcome(address, member, message, now)
             case Joined(request=request) if self.phase is Phase.JOINING and request == member.request:
                 member.is_joined = True
-                if all(other.is_joined for other in self._members.values()):
-                    self._become_ready(now)
+                self._become_ready_if_joined(now)
+            case Joined(request=request) if self.phase is Phase.READY and request == member.request and member.is_away:
+                member.is_away = False
+                member.is_joined = True
+                self._liveness.add(address, now)
             case Refused(request=request) if request == member.request and self.phase in (Phase.GREETING, Phase.JOINING):
+                if member.is_away:
+                    return []  # asked again with the next repeat
                 self.drop(error_from_code(message.code, f"the worker at {address} refused: {message.message}"))
         return []
 
@@ -126,6 +143,8 @@ class Membership:
         """A link broke. While READY it is asked at once who answers there now; on the way to READY the repeats do."""
         if self.phase is not Phase.READY:
             return []
+        if address in self._without_stages:
+            return self._miss({address: "its connection broke"}, now)
         self._liveness.broke(address, now)
         return [self._hello(address)]
 
@@ -141,16 +160,23 @@ class Membership:
                 return self._ask(now) if now >= self._repeat_at else []
             case Phase.READY:
                 lost = self._liveness.check(now)
-                if lost:
-                    self.drop(self._lost(lost))
+                if lost.keys() - self._without_stages:
+                    self.drop(self._lost({address: why for address, why in lost.items() if address not in self._without_stages}))
                     return []
+                out = self._miss(lost, now)
+                if now >= self._repeat_at:
+                    out += self._ask(now)
                 due = self._liveness.due_pings(now)
-                return [Send(address, Ping(request=self._new_request(), client=self._client)) for address in due]
+                return out + [Send(address, Ping(request=self._new_request(), client=self._client)) for address in due]
 
     def _on_welcome(self, address: str, member: _Member, welcome: Welcome, now: float) -> list[Instruction]:
         known, member.welcome = member.welcome, welcome
+        if self.phase is Phase.READY and member.is_away:
+            return self._ask_back(address, member, welcome)
         if self.phase is Phase.READY:
             if known is not None and known.worker != welcome.worker:
+                if address in self._without_stages:
+                    return self._miss({address: "it was restarted"}, now)
                 self.drop(self._lost({address: "it was restarted"}))
             elif self._liveness.is_doubtful:
                 # The worker knows us by the connection that broke; its replies would go nowhere.
@@ -164,19 +190,23 @@ class Membership:
 
     def _join_if_complete(self, now: float) -> list[Instruction]:
         welcomes = {address: member.welcome for address, member in self._members.items() if member.welcome is not None}
-        if len(welcomes) < len(self._members):
+        missing = self._members.keys() - welcomes.keys()
+        if missing - self._without_stages:
             return []
         try:
             chain = assemble(welcomes)
             self._check_model(chain)
+            if self.chain is not None and self.chain.draft is not None and self.chain.draft.address in missing:
+                chain = replace(chain, draft=self.chain.draft)  # it is away, and asked to come back
         except FleetMismatchError as error:
             self.drop(error)
             return []
         self.phase = Phase.JOINING
         self.chain = chain
         self.epoch = Epoch(self.epoch + 1)
-        for member in self._members.values():
+        for address, member in self._members.items():
             member.is_joined = False
+            member.is_away = address in missing
             member.request = self._new_request()
         return self._ask(now)
 
@@ -187,25 +217,54 @@ class Membership:
                 f" ({self._fingerprint[:12]}): make a new client"
             )
 
-    def _become_ready(self, now: float) -> None:
+    def _become_ready_if_joined(self, now: float) -> None:
         assert self.chain is not None
+        if not all(member.is_joined or member.is_away for member in self._members.values()):
+            return
         self.phase = Phase.READY
+        self._without_stages = frozenset(self._members) - frozenset(self.chain.addresses)
         self._fingerprint = self.chain.fingerprint
         self._liveness = Liveness(
-            self._addresses, now, timeout_s=self._options.liveness_timeout_s, interval_s=self._options.ping_interval_s
+            (address for address, member in self._members.items() if not member.is_away),
+            now,
+            timeout_s=self._options.liveness_timeout_s,
+            interval_s=self._options.ping_interval_s,
         )
 
     def _ask(self, now: float) -> list[Instruction]:
-        """Hello or Join to everybody who has not answered it yet."""
+        """Hello or Join to everybody who has not answered it yet; Hello to those that went away."""
         self._repeat_at = now + REPEAT_S
         if self.phase is Phase.GREETING:
             return [self._hello(address) for address, member in self._members.items() if member.welcome is None]
-        assert self.chain is not None
         return [
-            Send(address, Join(request=member.request, client=self._client, epoch=self.epoch, chain=self.chain.hops))
+            self._hello(address) if member.is_away else self._join(address, member)
             for address, member in self._members.items()
             if not member.is_joined
         ]
+
+    def _join(self, address: str, member: _Member) -> Send:
+        assert self.chain is not None
+        return Send(address, Join(request=member.request, client=self._client, epoch=self.epoch, chain=self.chain.hops))
+
+    def _miss(self, reasons: Mapping[str, str], now: float) -> list[Instruction]:
+        """Workers without stages are gone: the chain goes on without them, and they are asked to come back."""
+        out: list[Instruction] = []
+        for address, why in reasons.items():
+            member = self._members[address]
+            if not member.is_away:
+                member.is_away, member.is_joined = True, False
+                member.request = self._new_request()
+                self._liveness.remove(address)
+                out.append(Warn(f"the worker at {address}, which drafts, is lost: {why}. Texts go on without its drafts until it is back"))
+        if out:
+            self._repeat_at = now + REPEAT_S
+        return out
+
+    def _ask_back(self, address: str, member: _Member, welcome: Welcome) -> list[Instruction]:
+        """A worker without stages is there again: it joins if it is still what the chain knows it as."""
+        assert self.chain is not None
+        is_same = welcome.fingerprint == self.chain.fingerprint and not welcome.stages
+        return [self._join(address, member)] if is_same else []
 
     def _hello(self, address: str) -> Send:
         return Send(address, Hello(request=self._members[address].request, protocol=PROTOCOL_VERSION, software=self._software))

@@ -15,7 +15,7 @@ from typing import TypeVar
 from langchain_pshard.core.errors import ClosedError, PShardError
 from langchain_pshard.core.messages import StreamId
 from langchain_pshard.pipeline.chain import Chain
-from langchain_pshard.pipeline.instructions import Deliver, Dial, Instruction, Send
+from langchain_pshard.pipeline.instructions import Deliver, Dial, Instruction, Send, Warn
 from langchain_pshard.pipeline.session import Session
 from langchain_pshard.pipeline.stream import StreamRequest
 from langchain_pshard.transport.hub import Event, Hub, Link, Lost
@@ -132,7 +132,7 @@ class Reactor:
         now = time.monotonic()
         if isinstance(event, Lost):
             return self._session.on_lost(address, now)
-        return self._session.on_message(address, event.message, now)
+        return self._session.on_message(address, event.message, now, event.tensor)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -153,6 +153,8 @@ class Reactor:
                         self._perform(self._session.cancel(stream, time.monotonic()))
                 case Dial(address=address):
                     self._dial(address)
+                case Warn(text=text):
+                    _log.warning("%s", text)
 
     def _dial(self, address: str) -> None:
         old = self._links.pop(address, None)

@@ -41,6 +41,14 @@ class Liveness:
         pulse.heard_at = now
         pulse.owes_since = None
 
+    def add(self, address: str, now: float) -> None:
+        """Watch one more worker."""
+        self._pulses[address] = _Pulse(heard_at=now, pinged_at=now)
+
+    def remove(self, address: str) -> None:
+        """Watch this worker no more."""
+        self._pulses.pop(address, None)
+
     def broke(self, address: str, now: float) -> None:
         """The worker's connection broke; a Hello asks who is there now."""
         if self._pulses[address].broke_at is None:

@@ -3,8 +3,8 @@
 - Decode rows first. Streams that decode form groups, which alternate: as many as make a cycle shortest by the measured times. A stage
   that spends its time on reading weights wants one large group; one that spends it on computing rows, or a long way between machines,
   wants several.
-- Prompts go in chunks, several in flight, so that the stages work on different ones at the same time. The chunk is as long as makes the
-  whole prompt fastest: short ones fill the pipeline sooner, each costs its overhead.
+- Prompts go in chunks, several in flight, so that the stages work on different ones at the same time. What a micro-batch holds of them is
+  as much as brings all prompts that wait through soonest: small ones fill the pipeline sooner, each costs its overhead.
 - While somebody decodes, the chunks of a micro-batch take no longer than `STALL_MS` on the slowest stage.
 - Fair: the streams that waited longest decode first; of prompts, the oldest and the shortest come first in turn, so neither waits for ever.
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from langchain_pshard.core.messages import StreamId
 from langchain_pshard.pipeline.step_costs import StepCosts
@@ -37,16 +38,16 @@ MAX_GROUPS = 16
 MAX_CHUNKS_IN_FLIGHT = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilling:
+class Prefilling(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that has prompt tokens to send."""
 
     stream: StreamId
     num_left: int
+    max_tokens: int = MAX_CHUNK_TOKENS
+    """Of one chunk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """All that the choice depends on, the costs apart."""
 
     num_in_flight: int
@@ -67,14 +68,12 @@ class Situation:
     """Counts micro-batches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     stream: StreamId
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The next micro-batch."""
 
     rows: tuple[StreamId, ...]
@@ -127,13 +126,21 @@ def chunk_length(num_left: int, room: int) -> int:
 def best_chunk_tokens(num_left: int, costs: StepCosts) -> int:
     """The chunk length that brings `num_left` tokens through all stages soonest.
 
-    n tokens in chunks of c take (n / c + stages - 1) turns of (base + slope c): least at c = sqrt(n base / (slope (stages - 1))).
+    k chunks of n / k tokens take k + stages - 1 turns of (base + slope n / k): least about n / k = sqrt(n base / (slope (stages - 1))).
+    A chunk that is left over costs a turn like any other, so they are of one length.
     """
     line = costs.slowest_prompt()
     if costs.num_stages == 1 or line.slope_ms <= 0:
         return MAX_CHUNK_TOKENS
-    best = math.sqrt(num_left * line.base_ms / (line.slope_ms * (costs.num_stages - 1)))
-    return round(min(max(best, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS))
+    ideal = math.sqrt(num_left * line.base_ms / (line.slope_ms * (costs.num_stages - 1)))
+    few = max(1, math.floor(num_left / min(max(ideal, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)))
+    best, best_ms = MAX_CHUNK_TOKENS, math.inf
+    for num_chunks in (few, few + 1):
+        length = -(-num_left // num_chunks)
+        turns_ms = (num_chunks + costs.num_stages - 1) * line.at(length)
+        if length <= MAX_CHUNK_TOKENS and (length >= MIN_CHUNK_TOKENS or num_chunks == 1) and turns_ms < best_ms:
+            best, best_ms = length, turns_ms
+    return best
 
 
 def _rows(now: Situation, num_groups: int) -> tuple[StreamId, ...]:
@@ -155,10 +162,14 @@ def _may_send_chunks(now: Situation, costs: StepCosts, num_groups: int) -> bool:
 
 
 def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
+    # All prompts together fill the pipeline: cut one by one, short prompts would each pay for several chunks.
+    best = best_chunk_tokens(sum([prompt.num_left for prompt in now.prefilling]), costs)
     budget = _prefill_budget(now, costs)
+    if costs.num_stages > 1:
+        budget = min(budget, best)
     chunks = []
     for turn in _in_order(now.prefilling, now.turn):
-        limit = min(budget, now.max_chunk_tokens, best_chunk_tokens(turn.num_left, costs))
+        limit = min(budget, now.max_chunk_tokens, turn.max_tokens, best)
         if length := chunk_length(turn.num_left, limit):
             chunks.append(Chunk(stream=turn.stream, num_tokens=length))
             budget -= length

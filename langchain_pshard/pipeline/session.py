@@ -14,6 +14,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import (
     CapacityError,
     ClosedError,
@@ -26,6 +27,7 @@ from langchain_pshard.core.errors import (
 from langchain_pshard.core.messages import (
     ClientId,
     Close,
+    Drafted,
     Fetched,
     Message,
     MicroBatch,
@@ -44,9 +46,10 @@ from langchain_pshard.pipeline.admission import Admission
 from langchain_pshard.pipeline.chain import Chain
 from langchain_pshard.pipeline.instructions import Deliver, Instruction, Send
 from langchain_pshard.pipeline.membership import Membership, Phase
+from langchain_pshard.pipeline.model_drafts import ModelDrafts
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.requests import ReplySink, Requests
-from langchain_pshard.pipeline.stream import Stream, StreamRequest
+from langchain_pshard.pipeline.stream import Stream, StreamRequest, logits_by_stream
 from langchain_pshard.pipeline.turns import Turns
 
 MAX_REJOINS = 2
@@ -84,6 +87,7 @@ class Session:
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
         self._turns = Turns(max_draft_tokens=options.max_draft_tokens, max_chunk_tokens=options.max_chunk_tokens)
+        self._drafts = ModelDrafts(client, max_draft_tokens=options.max_draft_tokens, lost_after_s=options.step_timeout_s)
         self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
         self._requests = Requests()
@@ -146,16 +150,18 @@ class Session:
 
     # --- events ------------------------------------------------------------------------------------------------------
 
-    def on_message(self, address: str, message: Message, now: float) -> list[Instruction]:
-        """A worker said something."""
+    def on_message(self, address: str, message: Message, now: float, tensor: Tensor | None = None) -> list[Instruction]:
+        """A worker said something; `tensor` came beside the message."""
         out = self._membership.on_message(address, message, now)
         delivers: list[Instruction] = []
         match message:
             case StepResult(epoch=epoch) if epoch == self._membership.epoch:
-                ended, delivers = self._on_result(message, now)
+                ended, delivers = self._on_result(message, tensor, now)
                 out += ended
             case StepFailed(epoch=epoch) if epoch == self._membership.epoch:
                 delivers = self._on_failed(address, message)
+            case Drafted(epoch=epoch) if epoch == self._membership.epoch:
+                out += self._drafts.on_drafted(message, now)
             case Opened():
                 self._on_opened(message)
             case Refused(request=request):
@@ -176,6 +182,7 @@ class Session:
         """Time has passed."""
         out = self._membership.tick(now)
         out += self._requests.expired(now)
+        out += self._drafts.expire(now)
         out += self._expire_streams(now)
         for opening in self._admission.repeats(now):
             out += [Send(address, self._open(opening.stream, request)) for request, address in opening.unanswered.items()]
@@ -195,7 +202,9 @@ class Session:
             out += [Deliver(sink, self._membership.chain) for sink in self._connecting]
             self._connecting = []
         if self._membership.is_steady:
+            self._drafts.follow(self._membership.epoch, self._membership.draft, self._streams.values(), now)
             out += self._admit(now)
+            out += self._drafts.ask(self._turns.step_ms, now)
             out += self._send_steps(now)
         return out
 
@@ -208,9 +217,10 @@ class Session:
         return self._num_rejoins <= MAX_REJOINS
 
     def _admit(self, now: float) -> list[Instruction]:
+        assert self.chain is not None
         out: list[Instruction] = []
         while (stream := self._admission.next_to_open(now)) is not None:
-            requests = {self._new_request(): address for address in self._addresses}
+            requests = {self._new_request(): address for address in self.chain.addresses}
             self._opens |= dict.fromkeys(requests, stream.id)
             self._admission.started(stream, requests, now)
             out += [Send(address, self._open(stream, request)) for request, address in requests.items()]
@@ -229,11 +239,12 @@ class Session:
                 out.append(Send(self.chain.first.address, MicroBatch(stage_idx=0, steps=(step,))))
         return out
 
-    def _on_result(self, message: StepResult, now: float) -> tuple[list[Instruction], list[Instruction]]:
+    def _on_result(self, message: StepResult, tensor: Tensor | None, now: float) -> tuple[list[Instruction], list[Instruction]]:
         landing = self._turns.landed(message.step_id, message.timings, now)
         if landing is None:
             return [], []  # a repeated answer
         results: dict[StreamId, SliceResult] = {result.stream: result for result in message.results}
+        logits = logits_by_stream(message, tensor) if tensor is not None else {}
         delivers: list[Instruction] = []
         ended: list[tuple[Stream, PShardError | None]] = []
         for stream in [self._streams[stream_id] for stream_id in landing.streams]:
@@ -241,7 +252,7 @@ class Session:
             if result is None and stream.num_awaited:
                 continue  # it failed on the way: its StepFailed comes over another link, or its step times out
             try:
-                delivery = stream.apply(result, message.timings, landing.way_ms, now)
+                delivery = stream.apply(result, message.timings, landing.way_ms, now, logits.get(stream.id))
             except PShardError as error:
                 ended.append((stream, error))
                 continue
@@ -269,6 +280,7 @@ class Session:
         if stream is not None:
             self._num_rejoins = 0
             self._streams[stream.id] = stream
+            self._drafts.add(stream)
 
     def _on_refused(self, address: str, request: RequestId, message: Refused, now: float) -> list[Instruction]:
         stream_id = self._opens.pop(request, None)
@@ -322,6 +334,7 @@ class Session:
         if not stream_ids:
             return []
         self._turns.forget(stream_ids)
+        self._drafts.forget(stream_ids)
         self._opens = {request: stream for request, stream in self._opens.items() if stream not in stream_ids}
         message = Close(client=self._client, epoch=self._membership.epoch, streams=tuple(stream_ids))
         return [Send(address, message) for address in self._addresses]

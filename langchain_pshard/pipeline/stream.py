@@ -9,14 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from langchain_pshard.core.codec import pack_tokens, unpack_tokens
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES, Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StepResult, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 from langchain_pshard.pipeline.account import Account
 from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer
@@ -31,6 +32,7 @@ class Delivery(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None
     stats: GenerationStats
     finish_reason: FinishReason | None
+    logits: Tensor | None = None  # [positions of a chunk, vocab], for who asked
 
 
 MAX_SHARED_TOKENS = 128 << 10
@@ -55,17 +57,26 @@ class StreamRequest:
     timeout_s: float | None = None
     drafting: Drafting | None = None
     """Guesses for this stream, begun on its prompt."""
+    drafts_by_model: bool = False
+    """Guesses come from the fleet's draft model (`model_drafts`), instead of `drafting`."""
     num_drafts: int | None = None
     """How many drafts ride with each step; None: as many as pay."""
     prefix_cache: PrefixCache = True
     """Whether the beginning of the prompt may be shared with other streams; `all`: generated text too."""
     grammar: Grammar | None = None
     """What the generated text must conform to."""
+    returns_logits: bool = False
+    """Deliver the logits of every position of the prompt, chunk by chunk; `max_tokens` is 1 then, and nothing cached."""
 
     @property
     def num_positions(self) -> int:
         """KV positions to set aside. Drafts need none of their own: they never reach beyond `max_tokens`."""
         return len(self.prompt) + self.max_tokens
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Most tokens of the prompt in one slice."""
+        return max(3, MAX_LOGITS_BYTES // (4 * self.vocab_size)) if self.returns_logits else len(self.prompt)
 
 
 class Stream:
@@ -82,9 +93,13 @@ class Stream:
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
         self.last_step: StepId = StepId(0)
+        self._asked_at: float | None = None
         self._acceptance = Acceptance()
+        self._chunks: deque[int] = deque()  # positions that the prompt chunks in flight sample
         self._num_told = 0  # tokens that the drafter knows
         self._guess: tuple[int, ...] = ()
+        self._guess_ahead: tuple[int, ...] = ()
+        """Of the draft model, for the next turn."""
         self._drafts: tuple[int, ...] = ()
         self._forced: tuple[int, ...] = ()
         """What the grammar leaves no choice about next: a guess that needs no drafter."""
@@ -102,9 +117,24 @@ class Stream:
         return bool(self.tokens)
 
     @property
+    def awaits_guess(self) -> bool:
+        """Whether the draft model has been asked: the stream takes its turn when it answers, or when it is late."""
+        return self._asked_at is not None
+
+    @property
     def is_ready(self) -> bool:
         """Whether the stream waits for a decode turn."""
-        return self.is_decoding and not self.num_in_flight
+        return self.is_decoding and not self.num_in_flight and not self.awaits_guess
+
+    @property
+    def has_guess(self) -> bool:
+        """Whether the next turn needs no guess: one is there, or a grammar leaves no choice."""
+        return bool(self._forced or self._guess_ahead)
+
+    @property
+    def num_drafts_left(self) -> int:
+        """Drafts that could still become tokens: each step brings one token more."""
+        return self.request.max_tokens - len(self.tokens) - 1
 
     @property
     def shared_prompt(self) -> bytes:
@@ -122,13 +152,30 @@ class Stream:
         start = self.num_prompt_sent
         self.num_prompt_sent = start + num_tokens
         self._sent(step, now)
+        num_sampled = num_tokens if self.request.returns_logits else int(self.num_prompt_left == 0)
+        self._chunks.append(num_sampled)
         return Slice(
             stream=self.id,
             start=start,
             tokens=pack_tokens(self.request.prompt[start : start + num_tokens]),
             kind=SliceKind.PREFILL,
-            num_sampled=1 if self.num_prompt_left == 0 else 0,
+            num_sampled=num_sampled,
+            returns_logits=self.request.returns_logits,
         )
+
+    def gains(self, num_drafts: int) -> list[float]:
+        """Tokens that each of so many drafts is expected to add."""
+        return self._acceptance.gains(max(0, num_drafts))
+
+    def await_guess(self, now: float) -> None:
+        """The draft model is asked for the next turn."""
+        self._asked_at = now
+
+    def guessed(self, tokens: tuple[int, ...], now: float) -> None:
+        """The draft model's guess for the next turn is there, or is waited for no longer; nothing when it was not waited for."""
+        if self._asked_at is not None:
+            self._account.waited(1e3 * (now - self._asked_at))
+            self._asked_at, self._guess_ahead = None, tokens
 
     def guess(self, max_drafts: int) -> Offer:
         """Ask the drafter what may follow, at most `max_drafts` tokens (or as many as the caller chose), and what each is worth.
@@ -137,11 +184,15 @@ class Stream:
             InvalidOptionError: the caller's drafter failed.
         """
         request = self.request
-        num_left = request.max_tokens - len(self.tokens) - 1
+        num_left = self.num_drafts_left
+        ahead, self._guess_ahead = self._guess_ahead, ()
         self._is_certain = bool(self._forced)
         if self._forced:
             self._guess, self._forced = self._forced[: min(max_drafts, num_left)], ()
             return Offer((1.0,) * len(self._guess), len(self._guess))  # each saves a step that has to come
+        if request.drafts_by_model:
+            self._guess = ahead[:num_left]
+            return Offer(self._acceptance.gains(len(self._guess)), request.num_drafts)
         if request.drafting is None:
             return _NO_OFFER
         wanted = max_drafts if request.num_drafts is None else request.num_drafts
@@ -163,7 +214,9 @@ class Stream:
             num_sampled=1 + len(self._drafts),
         )
 
-    def apply(self, result: SliceResult | None, timings: Sequence[StageTiming], way_ms: float, now: float) -> Delivery | None:
+    def apply(
+        self, result: SliceResult | None, timings: Sequence[StageTiming], way_ms: float, now: float, logits: Tensor | None = None
+    ) -> Delivery | None:
         """Take the answer to the oldest slice in flight; None for a prompt chunk that samples nothing.
 
         Args:
@@ -171,11 +224,14 @@ class Stream:
             timings: of the step that carried it, by stage.
             way_ms: time of the step outside the stages.
             now: the time.
+            logits: [tokens of the answer, vocab], for a stream that asked for them.
 
         Raises:
             ProtocolError: the answer has another number of tokens than was asked for, or an id out of the vocabulary.
         """
         num_expected = self.num_awaited
+        if self._chunks:
+            self._chunks.popleft()
         self.num_in_flight -= 1
         self.waiting_since = now
         self._account.answered(timings, way_ms)
@@ -183,14 +239,19 @@ class Stream:
         self._check(sampled, num_expected)
         if not num_expected:
             return None
-        forced = unpack_tokens(result.forced) if result is not None else []
+        if self.request.returns_logits:
+            self._check_logits(logits, num_expected)
+            if self.num_prompt_left or self.num_in_flight:
+                return Delivery((), None, self._account.stats(), None, logits)
+            sampled = sampled[-1:]
+        forced = unpack_tokens(result.forced) if result is not None and result.forced else []
         self._check_ids(forced)
         new = self._accept(sampled)
         self._forced = tuple(forced)
         finish_reason = self._finish_reason(new)
         self._account.generated(len(new), now)
         logprobs = result.logprobs[: len(new)] if result is not None and result.logprobs is not None else None
-        return Delivery(tuple(new), logprobs, self._account.stats(), finish_reason)
+        return Delivery(tuple(new), logprobs, self._account.stats(), finish_reason, logits)
 
     def _accept(self, sampled: list[int]) -> list[int]:
         """The new tokens, up to an end token (included) or `max_tokens`; and what they say about the guess."""
@@ -221,7 +282,7 @@ class Stream:
         """Tokens that the oldest slice in flight samples: only the prompt's last chunk and rows sample any."""
         if self.is_decoding:
             return 1 + len(self._drafts)
-        return 1 if self.num_prompt_left == 0 and self.num_in_flight == 1 else 0
+        return self._chunks[0] if self._chunks else 0
 
     def _sent(self, step: StepId, now: float) -> None:
         if not self.num_in_flight:
@@ -235,6 +296,12 @@ class Stream:
             raise ProtocolError(f"the last stage answered {len(sampled)} tokens where {num_expected} were asked for")
         self._check_ids(sampled)
 
+    def _check_logits(self, logits: Tensor | None, num_positions: int) -> None:
+        wanted = (num_positions, self.request.vocab_size)
+        if logits is None or logits.shape != wanted:
+            found = "none" if logits is None else list(logits.shape)
+            raise ProtocolError(f"the last stage answered logits {found} where {list(wanted)} were asked for")
+
     def _check_ids(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if not 0 <= token < self.request.vocab_size:
@@ -242,3 +309,15 @@ class Stream:
 
 
 _NO_OFFER = Offer(())
+
+
+def logits_by_stream(message: StepResult, tensor: Tensor) -> dict[StreamId, Tensor]:
+    """The rows of each stream that asked, as many as it has tokens; a stream whose rows are missing will say so."""
+    num_rows = {result.stream: len(result.tokens) // 4 for result in message.results}
+    found: dict[StreamId, Tensor] = {}
+    begin = 0
+    for stream in message.logits_of:
+        end = begin + num_rows.get(stream, 0)
+        found[stream] = tensor[begin:end]
+        begin = end
+    return found

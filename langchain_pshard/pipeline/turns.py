@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from langchain_pshard.core.errors import PShardError
 from langchain_pshard.core.messages import Slice, SliceKind, StageTiming, StepId, StreamId
@@ -21,8 +22,7 @@ from langchain_pshard.pipeline.stream import Stream
 _ROWS_FORGET = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """A micro-batch to send; without slices when all its streams failed."""
 
     step_id: StepId
@@ -31,21 +31,19 @@ class Turn:
     """Streams whose drafter failed."""
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct):
     """A micro-batch on its way."""
 
     sent_at: float
     num_rows: int
     num_prompt_tokens: int
-    awaited: set[StreamId] = field(default_factory=set)
+    awaited: set[StreamId]
     """Streams whose slices have not been answered."""
-    rows: set[StreamId] = field(default_factory=set)
+    rows: set[StreamId]
     """Those of them that decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(msgspec.Struct, frozen=True):
     """A micro-batch that came back."""
 
     streams: tuple[StreamId, ...]
@@ -64,6 +62,8 @@ class Turns:
         self._flights: dict[StepId, Flight] = {}
         self._costs = StepCosts(1)
         self._rows_per_stream = 1.0
+        self._num_beside = 0
+        self._num_groups = 1
 
     def reset(self, num_stages: int) -> None:
         """A new chain: what was under way is gone, and its costs are its own."""
@@ -95,6 +95,10 @@ class Turns:
             )
         return Turn(step_id, tuple(slices), tuple(failed))
 
+    def step_ms(self, num_rows: int) -> float:
+        """What a step takes in which a stream has so many rows, beside the streams of late."""
+        return self._costs.cycle_ms(num_rows + self._num_beside * self._rows_per_stream, self._num_groups)
+
     def landed(self, step_id: StepId, timings: Sequence[StageTiming], now: float) -> Landing | None:
         """The answer to a step; None when it is a repeated one."""
         flight = self._flights.pop(step_id, None)
@@ -121,10 +125,11 @@ class Turns:
         for stream in streams:
             if stream.is_decoding:
                 num_decoding += 1
-                if not stream.num_in_flight:
+                if stream.is_ready:
                     ready.append(stream)
             elif stream.num_prompt_left:
-                prefilling.append(scheduler.Prefilling(stream=stream.id, num_left=stream.num_prompt_left))
+                most = min(scheduler.MAX_CHUNK_TOKENS, stream.request.max_chunk_tokens)
+                prefilling.append(scheduler.Prefilling(stream=stream.id, num_left=stream.num_prompt_left, max_tokens=most))
         ready.sort(key=_last_step)
         return scheduler.Situation(
             num_in_flight=len(self._flights),
@@ -155,6 +160,7 @@ class Turns:
         num_drafts = adaptive_k.choose(offers, max_drafts=plan.max_drafts, step_ms=lambda rows: self._costs.cycle_ms(rows, plan.num_groups))
         slices = [stream.next_rows(count, step_id, now) for stream, count in zip(drafting, num_drafts, strict=True)]
         if drafting:
+            self._num_beside, self._num_groups = len(drafting) - 1, plan.num_groups
             rows_per_stream = 1.0 + sum(num_drafts) / len(drafting)
             self._rows_per_stream = _ROWS_FORGET * self._rows_per_stream + (1 - _ROWS_FORGET) * rows_per_stream
         return slices, failed

@@ -6,15 +6,15 @@ does: a message sent may be lost, delivered late to the same process, or never b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.messages import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """One peer as one hub knows it. Meaningless to any other hub."""
 
     socket_idx: int
@@ -22,8 +22,7 @@ class Link:
     peer: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """A message came. `tensor` is a read-only view on the received frame."""
 
     link: Link
@@ -31,8 +30,7 @@ class Arrived:
     tensor: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """The connection of a dialled link broke. It is being dialled again; what was sent meanwhile may be lost."""
 
     link: Link

@@ -30,7 +30,10 @@ RECONNECT_MAX_MS = 2_000
 QUEUE_MARK = 1_000  # messages, for each peer and direction
 LINGER_MS = 200  # lets a parting message leave
 _COPY_BELOW_BYTES = 64 << 10  # zero-copy frames cost more than they save below this
-_READABLE = int(zmq.POLLIN)  # a plain number: arithmetic on the flag makes an enum object each time
+# Plain numbers: arithmetic on the flags makes an enum object each time.
+_READABLE = int(zmq.POLLIN)
+_LAST = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _MAX_BURST = 256  # messages taken from one socket per poll, so that one noisy peer cannot starve the others
 LISTENER = Link(0)
 
@@ -101,7 +104,10 @@ class ZmqHub:
         if link.peer:
             frames.insert(0, link.peer)
         try:
-            via.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < _COPY_BELOW_BYTES)
+            is_copied = len(frames[-1]) < _COPY_BELOW_BYTES
+            for frame in frames[:-1]:
+                via.send(frame, _MORE, copy=is_copied)
+            via.send(frames[-1], _LAST, copy=is_copied)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
@@ -175,7 +181,7 @@ class ZmqHub:
                 break
             frames: list[Buffer] = [*source.recv_multipart(zmq.NOBLOCK)]
             try:
-                if link == LISTENER:
+                if link.socket_idx == LISTENER.socket_idx:
                     message, tensor = decode(frames[1:])
                     events.append(Arrived(Link(0, bytes(frames[0])), message, tensor))
                 else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from benchmarks.fleet import RunningWorker, running_worker
 from langchain_pshard import ChatPShard, PipelineClient
 from langchain_pshard.core.errors import DeadlineError
-from langchain_pshard.core.messages import StageStatus
+from langchain_pshard.core.roles import StageStatus
 from langchain_pshard.pipeline.generation import GenerationParams
 from tests.support.bundles import TinyBundle
 
@@ -125,6 +127,33 @@ def test_work_stops_within_three_steps_and_blocks_are_free_within_a_second(
     after = stages(client)
     assert after[0].num_steps > before[0].num_steps, "there was work to stop"
     assert [late.num_steps - early.num_steps <= MOST_STEPS_AFTERWARDS for early, late in zip(then, after, strict=True)] == [True, True]
+
+
+def test_a_hundred_clients_that_leave_in_mid_stream_do_not_disturb_their_neighbour(
+    client: PipelineClient, workers: list[RunningWorker]
+) -> None:
+    addresses = [worker.address for worker in workers]
+    params = GenerationParams(max_tokens=200, ignore_eos=True)
+    alone = client.complete(PROMPT, params).token_ids
+    have_left = threading.Event()
+
+    def go_on() -> list[tuple[int, ...]]:
+        found = []
+        while not have_left.is_set():
+            found.append(client.complete(PROMPT, params).token_ids)
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(go_on)
+        try:
+            for idx in range(100):
+                with PipelineClient.connect(addresses) as leaving:
+                    streams = [leaving.generate([9 + idx, *PROMPT], LONG) for _ in range(2)]
+                    next(streams[0])
+        finally:
+            have_left.set()
+    assert set(neighbour.result()) == {alone}
+    wait_until_free(client, FREE_WITHIN_S)
 
 
 # --- nothing is left ----------------------------------------------------------------------------------------------------------

@@ -6,15 +6,21 @@ import pytest
 
 from benchmarks import call_latency, constrained, import_time
 from langchain_pshard import ChatPShard, PipelineClient
+from langchain_pshard.core.sampling import SamplingParams
 
 PROMPTS = ["Tell me about ships.", "Tell me about snow."]
 
 
+@pytest.mark.parametrize("sampling", constrained.SAMPLINGS.values(), ids=constrained.SAMPLINGS)
 @pytest.mark.parametrize(("schema", "least", "most"), [(constrained.PROSE, 0.0, 0.1), (constrained.RECORD, 0.8, 1.0)])
-def test_bound_and_free_texts_are_equally_long(tiny_fleet: list[str], schema: dict[str, object], least: float, most: float) -> None:
+def test_bound_and_free_texts_are_equally_long(
+    tiny_fleet: list[str], schema: dict[str, object], least: float, most: float, sampling: SamplingParams
+) -> None:
     turns = []
     with PipelineClient.connect(tiny_fleet) as client:
-        found = constrained.compare(client, PROMPTS, constrained.bound_by(schema), repetitions=2, advance=lambda: turns.append(1))
+        found = constrained.compare(
+            client, PROMPTS, constrained.bound_by(schema, sampling=sampling), repetitions=2, advance=lambda: turns.append(1)
+        )
     assert len(found.free) == len(found.bound) == len(turns) == 2
     assert least <= found.forced_share <= most
     assert found.num_tokens > 200

@@ -105,6 +105,11 @@ def test_every_option_of_the_chat_model_is_documented() -> None:
     assert ours - documented == set()
 
 
+def test_every_example_is_listed() -> None:
+    listed = first_cells(read("docs/langchain.md"), r"python -m examples\.(\w+)")
+    assert listed == {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__", "demo", "fleet_option"}
+
+
 def test_every_error_code_has_its_class_and_remedy() -> None:
     table = dict(re.findall(r"^\| `([a-z][a-z-]*)` \| `(\w+)`", read("docs/operations.md"), re.MULTILINE))
     kinds = {code: kind for code, kind in errors._tree(errors.PShardError).items() if not kind.__module__.startswith("tests.")}

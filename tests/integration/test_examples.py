@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import batch_map, structured, tools_agent
+from examples import agent, batch_map, retrieval, structured, tools_agent, two_users
 
 SHORT = ["--max-tokens", "600", "--temperature", "100", "--seed", "3"]  # random weights end strings only by chance
 
@@ -30,3 +30,40 @@ def test_documents_are_answered_together(tiny_fleet: list[str], tmp_path: Path, 
         file.write_text(f"About {file.stem}.", encoding="utf-8")
     assert batch_map.main([*map(str, files), "--max-tokens", "8", "--workers", *tiny_fleet]) == 0
     assert [line[:6] for line in capsys.readouterr().out.split("\n") if line[1:5] == ".txt"] == ["a.txt:", "b.txt:"]
+
+
+@pytest.mark.parametrize("by", agent.AGENTS)
+def test_agents_of_both_frameworks_use_a_tool(by: str, tiny_fleet: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert agent.main(["What is 2 * 3?", "--by", by, *SHORT, "--workers", *tiny_fleet]) == 0
+    printed = [line.strip(" =") for line in capsys.readouterr().out.splitlines() if "=====" in line]
+    assert printed[:4] == ["Human Message", "Ai Message", "Tool Message", "Ai Message"]
+
+
+def test_passages_are_found_by_their_spelling(tiny_fleet: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "tides.md").write_text("High water comes twice a day.\n\nThe moon pulls the sea.", encoding="utf-8")
+    (tmp_path / "deep" / "lamps.txt").write_text("The keeper lights the lamp at dusk. " * 30, encoding="utf-8")
+    (tmp_path / "ships.txt").write_text("A keel is the spine of a ship.", encoding="utf-8")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    assert {document.metadata["source"] for document in retrieval.passages(tmp_path)} == {"tides.md", "deep/lamps.txt", "ships.txt"}
+    assert max(len(document.page_content) for document in retrieval.passages(tmp_path)) == retrieval.PASSAGE_CHARS
+    for question, source in (
+        ("Who lighted lamps?", "deep/lamps.txt"),
+        ("When is the water high?", "tides.md"),
+        ("Do ships have keels?", "ships.txt"),
+    ):
+        assert retrieval.retriever_of(tmp_path).invoke(question)[0].metadata["source"] == source
+    options = ["--folder", str(tmp_path), "--max-tokens", "8", "--workers", *tiny_fleet]
+    assert retrieval.main(["When is the water high?", *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("From: tides.md")
+    assert retrieval.main(["Why?", "--folder", str(tmp_path / "nowhere"), "--workers", *tiny_fleet]) == 1
+    assert "no text in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drawing", [[], ["--temperature", "1"]])
+def test_two_users_get_what_each_gets_alone(drawing: list[str], tiny_fleet: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert two_users.main(["--max-tokens", "40", *drawing, "--workers", *tiny_fleet]) == 0
+    printed = capsys.readouterr().out
+    assert "both got the same text" in printed
+    assert "Ann:" in printed
+    assert "Bob:" in printed

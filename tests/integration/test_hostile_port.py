@@ -17,7 +17,6 @@ from langchain_pshard.core.codec import pack_tokens
 from langchain_pshard.core.messages import (
     ClientId,
     Close,
-    DType,
     Epoch,
     GetStatus,
     Hello,
@@ -38,9 +37,9 @@ from langchain_pshard.core.messages import (
     StepId,
     StepResult,
     StreamId,
-    TensorSpec,
     WorkerId,
 )
+from langchain_pshard.core.numerics import DType, TensorSpec
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams

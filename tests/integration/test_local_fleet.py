@@ -188,13 +188,20 @@ def test_interpreter_exit_stops_workers(bundles: dict[int, Path]) -> None:
 def test_kv_options_reach_the_workers(bundles: dict[int, Path], tmp_path: Path) -> None:
     bundle = bundles[1]
     chains, cached = [], []
-    for options in ({}, {"kv_precision": "u8", "prefix_cache": True}, {"kv_precision": "f32", "prefix_cache": False}):
+    for options in (
+        {},
+        {"kv_precision": "u8", "prefix_cache": True},
+        {"kv_precision": "f32", "prefix_cache": False},
+        {"runner": "stateful", "numerics": "exact"},
+        {"runner": "stateful"},
+    ):
         with LocalFleet(bundle, num_threads=1, kv_memory="1MiB", **options) as fleet, connect(fleet, tmp_path) as client:
             generations = [client.complete("x" * 100, PARAMS) for _ in range(2)]
             chains.append(client.chain.first)
             cached.append(generations[1].stats.num_cached_tokens)
-    assert [(stage.numerics.kv_precision, stage.is_resumable) for stage in chains] == [("f16", True), ("u8", False), ("f32", True)]
-    assert cached == [96, 96, 0]
+    kinds = [(stage.numerics.kv_precision, stage.is_resumable) for stage in chains]
+    assert kinds == [("f16", True), ("u8", False), ("f32", True), ("f32", True), ("f16", False)]
+    assert cached == [96, 96, 0, 99, 0]  # of 101: full blocks where KV is paged, all but two tokens where it is not
     assert chains[0].kv_capacity_tokens == 2 * chains[2].kv_capacity_tokens
     with ChatPShard(bundle=bundle, kv_precision="f32", kv_memory="1MiB", threads=1) as model:
         assert model._connect().client.chain.first.numerics.kv_precision == "f32"
@@ -210,8 +217,6 @@ def test_start_failures_are_typed_and_say_why(bundles: dict[int, Path], tmp_path
         LocalFleet(bundle, kv_memory="lots")
     with pytest.raises(InvalidOptionError, match=r"worker of stage . refuses its options: .*'u4'.*f16.*f32.*u8"):
         LocalFleet(bundle, kv_precision="u4")
-    with pytest.raises(InvalidOptionError, match="the stateful runner has no prefix cache"):
-        LocalFleet(bundle, runner="stateful", prefix_cache=True)
     with pytest.raises(WorkerUnreachableError, match=r"not ready within 0\.1 s"):
         LocalFleet(bundle, start_timeout_s=0.1)
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from langchain_pshard.core.bundle import WeightMode
-from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import Generation, GenerationParams
@@ -21,8 +20,10 @@ from langchain_pshard.pipeline.local import LocalFleet
 from langchain_pshard.pipeline.options import ClientOptions
 from tests.support.bundles import TinyBundle
 from tests.support.runners import PREFILL, ROWS, RunnerChain, piece, running_chain
+from workers.runners import stateful
+from workers.runners.engine import StageModel
 from workers.runners.runner import Logits
-from workers.shard import Settings
+from workers.shard import NumericsName, Settings
 
 ARCHITECTURES = ["llama", "gemma3_text"]
 """The second has windows of 16 positions, which every prompt here crosses."""
@@ -140,8 +141,105 @@ def test_a_stream_that_shares_nothing_and_a_worker_that_must_not(tiny_bundle: Ti
         prefill(chain, 0, first, 0)
         assert chain.open(1, 120, first) == 96
         assert not chain.runners[0].is_rewind_exact
-    with pytest.raises(InvalidOptionError, match="the stateful runner has no prefix cache"):
-        Settings(runner="stateful", prefix_cache=True)
+
+
+# --- the stateful runner ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running_stateful(bundle: Path, numerics: NumericsName = "exact", *, kv_memory_bytes: int = KV_BYTES) -> Iterator[RunnerChain]:
+    settings = Settings(runner="stateful", numerics=numerics, threads=1, kv_memory_bytes=kv_memory_bytes, prefix_cache=True)
+    with running_chain(bundle, settings) as chain:
+        yield chain
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_captured_prompt_says_what_one_says_that_was_cut_there(
+    tiny_bundle: TinyBundle, architecture: str, numerics: NumericsName
+) -> None:
+    """However much is shared, wherever the chain begins in it, and whoever is gone."""
+    bundle = tiny_bundle(architecture, weights=WeightMode.INT4, num_stages=2)
+    first = text(150)
+    with running_stateful(bundle, numerics) as chain:
+        assert chain.open(0, 200, first) == 0
+        prefill(chain, 0, first, 0)
+        chain.run(piece(0, 150, [7, 8, 9], ROWS))
+        chain.close_stream(0)
+        for prompt, num_cached in ((first, 148), ([*first[:70], *text(80, seed=1)], 70), ([*first, *text(30, seed=2)], 150)):
+            for begin in (num_cached, 40):
+                assert chain.open(1, 200, prompt) >= num_cached
+                warm = [prefill(chain, 1, prompt, begin), chain.run(piece(1, len(prompt), [7], ROWS))]
+                chain.open(2, 200)
+                cold = [prefill(chain, 2, prompt, 0, begin), chain.run(piece(2, len(prompt), [7], ROWS))]
+                # Under `exact` a product rounds by the number of rows, in its last bits; under `fast` not even that.
+                assert np.abs(np.concatenate(warm) - np.concatenate(cold)).max() <= (2e-5 if numerics == "exact" else 0.0)
+                for stream in (1, 2):
+                    chain.close_stream(stream)
+        assert all(runner.kv_used_tokens == 0 for runner in chain.runners)
+
+
+def test_a_prompt_is_captured_after_rewinds_and_begun_again_from_any_stage(tiny_bundle: TinyBundle) -> None:
+    """Masked slots are left out of it, and a stage that found more than the others begins earlier, or anew."""
+    first = text(150)
+    with running_stateful(tiny_bundle("gemma3_text", weights=WeightMode.INT4, num_stages=2)) as chain:
+        chain.open(0, 200)
+        cold = prefill(chain, 0, first, 0)
+        chain.open(1, 200, first)
+        prefill(chain, 1, first[:90], 0)
+        chain.run(piece(1, 90, text(10, seed=1), ROWS))
+        prefill(chain, 1, first, 70, 100)
+        for stream, begin in enumerate((148, 64, 0), start=2):
+            assert chain.open(stream, 200, first) == 148
+            assert np.abs(prefill(chain, stream, first, begin) - cold).max() < 2e-5
+
+
+def test_captures_live_in_what_no_stream_has_set_aside(tiny_bundle: TinyBundle) -> None:
+    bundle = tiny_bundle("llama", weights=WeightMode.INT4, num_stages=1)
+    first = text(200)
+    with running_stateful(bundle, kv_memory_bytes=1 << 20) as chain:  # 682 positions, of 1.5 KiB with their slack
+        assert chain.runners[0].kv_capacity_tokens == 682
+        chain.open(0, 200, first)
+        prefill(chain, 0, first, 0)
+        chain.close_stream(0)
+        assert chain.open(1, 500, first) == 198
+        chain.close_stream(1)
+        chain.open(2, 600, text(200, seed=1))  # leaves room for 123 positions
+        chain.close_stream(2)
+        assert chain.open(3, 200, first) == 0
+        chain.open(4, 400)
+        prefill(chain, 3, first, 0)  # 123 again: too small for a capture
+        chain.close_stream(4)
+        chain.close_stream(3)
+        assert chain.open(5, 200, first) == 0
+
+
+def test_each_stream_has_a_model_of_its_own_where_requests_share_state(tiny_bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = tiny_bundle("llama", weights=WeightMode.INT4, num_stages=1)
+    texts = [text(50, seed) for seed in range(3)]
+    seen: list[list[Logits]] = []
+    compiled: list[int] = []
+    compile_once = StageModel.compile
+
+    def counted(stage: StageModel, model: object) -> object:
+        compiled.append(1)
+        return compile_once(stage, model)
+
+    monkeypatch.setattr(StageModel, "compile", counted)
+    for devices, num_compiled in ((frozenset(), 1), (frozenset({"CPU"}), 3)):
+        monkeypatch.setattr(stateful, "SHARED_STATE_DEVICES", devices)
+        compiled.clear()
+        with running_stateful(bundle) as chain:
+            for _ in range(2):
+                for stream, tokens in enumerate(texts):
+                    chain.open(stream, 60)
+                    prefill(chain, stream, tokens, 0)
+                seen.append([chain.run(piece(stream, 50, [7], ROWS)) for stream in range(3)])
+                for stream in range(3):
+                    chain.close_stream(stream)
+        assert len(compiled) == num_compiled
+    for logits in seen[1:]:
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logits, seen[0], strict=True))
 
 
 # --- over the wire ---------------------------------------------------------------------------------------------------

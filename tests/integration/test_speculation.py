@@ -83,5 +83,5 @@ def test_where_rewinds_are_not_exact_drafts_are_off_unless_asked_for(
         asked = client.complete(PROMPTS[0], replace(params, draft="ngram", draft_tokens=2))
         assert asked.stats.num_drafted_tokens > 0
         assert "drafts are not exact on this fleet (stage 0 at " in caplog.text
-        with pytest.raises(InvalidOptionError, match="draft shard"):
-            replace(params, draft="model")
+        with pytest.raises(InvalidOptionError, match="none of this fleet does"):
+            client.complete(PROMPTS[0], replace(params, draft="model"))

@@ -257,6 +257,24 @@ def test_options_that_cannot_be_are_refused(bundle: Path, options: list[str], co
     assert part in error
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--prefix-cache", "--kv-precision", "u8"], "u8 keys of a block share scales"),
+        (["--prefix-cache", "--runner", "stateful"], "depends on chunks under fast"),
+        (["--prefix-cache"], None),
+        (["--kv-precision", "u8"], None),
+    ],
+)
+def test_sharing_that_is_not_exact_is_said_before_anything_else(bundle: Path, options: list[str], why: str | None) -> None:
+    command = [*COMMAND, str(bundle), "--log-format", "json", "--stage", "9", *options]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+    logs = [json.loads(line)["message"] for line in done.stderr.splitlines() if line.startswith("{")]
+    warnings = [message for message in logs if message.startswith("--prefix-cache is not exact here")]
+    assert len(warnings) == (why is not None)
+    assert all(why in warning for warning in warnings if why)
+
+
 def test_no_bundle_is_refused(tmp_path: Path) -> None:
     event, error = refused(tmp_path / "nowhere", "--stage", "0")
     assert event["code"] == "bundle"

@@ -46,7 +46,11 @@ class TestChatPShardUnit(ChatModelUnitTests):
 @pytest.mark.filterwarnings("ignore:The function `loads?` is in beta")
 def test_dumps_and_load_keep_every_setting() -> None:
     model = ChatPShard(
-        workers=["tcp://127.0.0.1:9"], temperature=0.5, stop=["x"], top_logprobs=3, tools=[{"name": "f", "description": "d"}]
+        workers=["tcp://127.0.0.1:9"],
+        temperature=0.5,
+        stop=["x"],
+        top_logprobs=3,
+        tools=[{"name": "f", "description": "d", "parameters": {}}],
     )
     loaded = load(dumpd(model), allowed_objects=[ChatPShard], valid_namespaces=["langchain_pshard"])
     assert loaded.asdict() == model.asdict()

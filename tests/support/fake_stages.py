@@ -8,24 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from langchain_pshard.core.bundle import FileEntry, LayerSpan, Manifest, StageEntry, WeightMode
+from langchain_pshard.core.bundle import DraftEntry, FileEntry, LayerSpan, Manifest, StageEntry, WeightMode
 from langchain_pshard.core.codec import Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import CapacityError, InferenceError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import (
-    ClientId,
-    DType,
-    Epoch,
-    Numerics,
-    Slice,
-    SliceKind,
-    SliceResult,
-    StageOffer,
-    Step,
-    StepId,
-    StreamId,
-    WorkerId,
-)
+from langchain_pshard.core.messages import ClientId, Epoch, Slice, SliceKind, SliceResult, Step, StepId, StreamId, WorkerId
+from langchain_pshard.core.numerics import DType, Numerics
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.core.sampling import SamplingParams
 from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 from workers.worker import Identity
@@ -47,7 +36,26 @@ NUMERICS = Numerics(
 )
 
 
-def make_manifest(num_stages: int, tokenizer_files: tuple[FileEntry, ...] = ()) -> Manifest:
+DRAFT = DraftEntry(
+    model_name="fake draft",
+    architecture="fake",
+    span=LayerSpan(0, 1),
+    hidden_size=HIDDEN,
+    vocab_size=VOCAB + 1,  # one row of padding
+    context_length=CONTEXT // 2,
+    num_kv_heads=1,
+    head_dim=4,
+    attention_windows=(None,),
+    weight_mode=WeightMode.FP32,
+    embedding_mode=WeightMode.FP32,
+    head_mode=WeightMode.FP32,
+    group_size=None,
+    activation_group_size=0,
+    files=(),
+)
+
+
+def make_manifest(num_stages: int, tokenizer_files: tuple[FileEntry, ...] = (), draft: DraftEntry | None = None) -> Manifest:
     """A sealed manifest of a model with one layer a stage."""
     return Manifest(
         format_version=1,
@@ -70,23 +78,41 @@ def make_manifest(num_stages: int, tokenizer_files: tuple[FileEntry, ...] = ()) 
         stages=tuple(StageEntry(span=LayerSpan(idx, idx + 1), files=()) for idx in range(num_stages)),
         tokenizer_files=tokenizer_files,
         exported_with={},
+        draft=draft,
     ).sealed()
 
 
 def make_identity(
-    worker: str, num_stages: int, *served: int, capacity: int = 1024, tokenizer_files: tuple[FileEntry, ...] = ()
+    worker: str,
+    num_stages: int,
+    *served: int,
+    capacity: int = 1024,
+    tokenizer_files: tuple[FileEntry, ...] = (),
+    has_draft: bool = False,
+    drafts: bool = False,
+    allows_logits: bool = False,
 ) -> Identity:
-    """A worker that serves the stages `served` of a model of `num_stages`."""
+    """A worker that serves the stages `served` of a model of `num_stages`; the bundle may have a draft model, and the worker serve it."""
     offers = (
-        StageOffer(stage_idx=idx, num_stages=num_stages, span=LayerSpan(idx, idx + 1), num_bytes=0, kv_capacity_tokens=capacity)
+        StageOffer(
+            stage_idx=idx,
+            num_stages=num_stages,
+            span=LayerSpan(idx, idx + 1),
+            num_bytes=0,
+            kv_capacity_tokens=capacity,
+            allows_logits=allows_logits,
+        )
         for idx in served
     )
     return Identity(
         worker=WorkerId(worker),
         software="1.0",
-        manifest=make_manifest(num_stages, tokenizer_files),
+        manifest=make_manifest(num_stages, tokenizer_files, DRAFT if has_draft or drafts else None),
         numerics=NUMERICS,
         offers=tuple(offers),
+        draft=DraftOffer(model_name=DRAFT.model_name, num_bytes=0, kv_capacity_tokens=capacity, context_length=DRAFT.context_length)
+        if drafts
+        else None,
     )
 
 

@@ -7,7 +7,9 @@ import pytest
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.errors import FleetMismatchError
-from langchain_pshard.core.messages import DType, Numerics, RequestId, StageOffer, Welcome, WorkerId
+from langchain_pshard.core.messages import RequestId, Welcome, WorkerId
+from langchain_pshard.core.numerics import DType, Numerics
+from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.pipeline.chain import assemble
 
 NUMERICS = Numerics(
@@ -47,6 +49,12 @@ def welcome(*stages: int, worker: str = "w", num_stages: int = 2, capacity: int 
     return msgspec.structs.replace(made, **changes)
 
 
+def drafting(worker: str = "d", **changes: object) -> Welcome:
+    """A worker that serves the draft alone."""
+    draft = DraftOffer(model_name="small", num_bytes=3, kv_capacity_tokens=50, context_length=4096)
+    return msgspec.structs.replace(welcome(worker=worker), **{"draft": draft, **changes})
+
+
 def other(**changes: object) -> Numerics:
     return msgspec.structs.replace(NUMERICS, **changes)
 
@@ -59,6 +67,19 @@ def test_workers_in_any_order_form_the_chain() -> None:
     ]
     assert [(hop.worker, hop.address) for hop in chain.hops] == [("a", A), ("b", B)]
     assert (chain.model_name, chain.num_stages, chain.first.address, chain.tightest(100).stage_idx) == ("gemma", 2, A, 1)
+
+
+def test_the_draft_is_taken_where_it_disturbs_least() -> None:
+    both = {A: welcome(0, worker="a"), B: welcome(1, worker="b", draft=drafting().draft)}
+    assert assemble({A: both[A], B: welcome(1, worker="b")}).draft is None
+    chain = assemble(both)
+    assert chain.draft is not None
+    assert (chain.draft.address, chain.draft.context_length) == (B, 4096)
+    # Its own numerics class does not matter, and it is no part of the chain.
+    chain = assemble({**both, C: drafting(numerics=other(dynamic_quantization_group_size=64))})
+    assert chain.draft is not None
+    assert chain.draft.address == C
+    assert (chain.addresses, [hop.address for hop in chain.hops], chain.stages_at(C)) == ((A, B), [A, B], ())
 
 
 def test_a_worker_may_serve_several_stages() -> None:
@@ -89,13 +110,15 @@ def test_a_worker_may_serve_several_stages() -> None:
             rf"name is fast at {A} and exact at {B}; .*--numerics",
         ),
         (
-            {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(boundary=DType.BF16))},
-            rf"boundary is f32 at {A} and bf16 at {B}; .*--numerics exact",
+            {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(boundary=DType.I8))},
+            rf"boundary is f32 at {A} and i8 at {B}; .*--activation",
         ),
         (
             {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(openvino="2026.3"))},
             rf"openvino is 2026\.4\.1 at {A} and 2026\.3 at {B}; install the same version of openvino",
         ),
+        ({A: welcome(0, 1, worker="a"), B: drafting(fingerprint=Fingerprint("e" * 64))}, "fingerprints differ"),
+        ({A: drafting()}, rf"no worker serves a stage, only the draft is at {A}"),
         ({A: welcome(0, worker="a"), B: welcome(1, worker="b", num_stages=3)}, r"disagree on the number of stages: \[2, 3\]"),
     ],
 )

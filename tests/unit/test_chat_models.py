@@ -14,11 +14,13 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError as LangChainContextOverflowError
 from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.rate_limiters import BaseRateLimiter
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from langchain_pshard.chat_models import ChatPShard
 from langchain_pshard.core.errors import ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
+from langchain_pshard.prompt import TemplateError
 from tests.support.fake_client import WORKERS, FakeClient, Serve, connections
 
 
@@ -97,6 +99,27 @@ def test_callbacks_hear_every_token(serve: Serve) -> None:
     with ChatPShard(workers=WORKERS, streaming=True) as model:
         assert model.invoke("Hi", {"callbacks": [heard]}).content == "ab!"
     assert heard.tokens == ["a", "b", "!"]
+
+
+async def test_a_rate_limiter_is_asked_before_every_call(serve: Serve) -> None:
+    class Counting(BaseRateLimiter):
+        num_asked = 0
+
+        def acquire(self, *, blocking: bool = True) -> bool:
+            self.num_asked += 1
+            return True
+
+        async def aacquire(self, *, blocking: bool = True) -> bool:
+            return self.acquire()
+
+    serve()
+    limiter = Counting()
+    with ChatPShard(workers=WORKERS, rate_limiter=limiter) as model:
+        model.invoke("Hi")
+        list(model.stream("Hi"))
+        await model.ainvoke("Hi")
+        assert [chunk.content async for chunk in model.astream("Hi")] == ["Hello", " world", "!"]
+    assert limiter.num_asked == 4
 
 
 def test_an_empty_generation_is_an_empty_message(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +257,15 @@ def test_context_overflow_is_langchains_own_too(serve: Serve) -> None:
     assert isinstance(caught.value, ContextOverflowError)
 
 
+def test_a_template_that_fails_names_its_line(serve: Serve) -> None:
+    serve(chat_template="{{ bos_token }}\n{{ raise_exception('no such turn') }}")
+    with ChatPShard(workers=WORKERS) as model:
+        for call in (model.invoke, model.get_num_tokens_from_messages, lambda messages: asyncio.run(model.ainvoke(messages))):
+            with pytest.raises(ModelInvalidRequestError, match=r"line 2.*no such turn") as caught:
+                call([HumanMessage("Hi")])
+            assert isinstance(caught.value, TemplateError)
+
+
 def test_a_closed_stream_stops_the_work(serve: Serve) -> None:
     client = serve(["a"] * 10)
     with ChatPShard(workers=WORKERS) as model:
@@ -313,16 +345,18 @@ def test_imports_stay_light() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_drafts_are_options_of_a_call_and_not_of_the_text(serve: Serve) -> None:
+def test_what_changes_the_speed_is_an_option_of_a_call_and_not_of_the_text(serve: Serve) -> None:
     client = serve(["a"])
     with ChatPShard(workers=WORKERS, draft_tokens=4) as model:
         model.invoke("Hi")
         model.invoke("Hi", draft=None)
         model.bind(draft="ngram", draft_tokens="auto").invoke("Hi")
+        model.invoke("Hi", draft="model")
         asked = [(params.draft, params.draft_tokens) for params in client.params]
-        assert asked == [("auto", 4), (None, 4), ("ngram", "auto")]
-        assert "draft" not in model._identifying_params
-        with pytest.raises(InvalidOptionError, match="draft='model' needs a draft shard"):
-            model.invoke("Hi", draft="model")
+        assert asked == [("auto", 4), (None, 4), ("ngram", "auto"), ("model", 4)]
+        model.invoke("Hi", prefix_cache=False)
+        assert [params.prefix_cache for params in client.params] == [True, True, True, True, False]
+        assert not {"draft", "draft_tokens", "prefix_cache"} & model._identifying_params.keys()
+        assert model.model_copy(update={"prefix_cache": "all"})._identifying_params["prefix_cache"] == "all"
         with pytest.raises(InvalidOptionError, match="draft_tokens=0"):
             model.invoke("Hi", draft_tokens=0)

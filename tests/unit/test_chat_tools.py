@@ -18,7 +18,7 @@ from langchain_core.exceptions import (
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.messages.ai import add_ai_message_chunks
 from langchain_core.tools import tool
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from typing_extensions import TypedDict
 
 from langchain_pshard.chat_models import ChatPShard
@@ -132,6 +132,42 @@ def test_choices(serve: Serve) -> None:
             model.bind_tools([add], tool_chioce="any")
         with pytest.raises(InvalidOptionError, match="contradict"):
             model.bind_tools([add], tool_choice="any", response_format={"type": "json_object"}).invoke("Hi")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ({"name": "f", "description": "d"}, "no schema; .*parameters="),
+        ({"type": "function", "function": {"name": "f", "parameters": None}}, "no schema"),
+        ({"name": "f", "parameters": "x"}, "'x' is no JSON schema of an object"),
+        ({"name": "f", "parameters": {"type": "string"}}, "no JSON schema of an object"),
+        ({"name": 3, "parameters": {}}, "no name"),
+        ({"type": "web_search"}, "cannot be a tool"),
+        ("look_up", "cannot be a tool"),
+    ],
+)
+def test_a_tool_without_a_name_or_schema_is_refused_when_it_is_bound(wrong: Any, part: str) -> None:
+    with ChatPShard(workers=WORKERS) as model, pytest.raises(ModelInvalidRequestError, match=part) as caught:  # never connects
+        model.bind_tools([add, wrong])
+    assert isinstance(caught.value, InvalidOptionError)
+    with pytest.raises(ValidationError, match=part):
+        ChatPShard(workers=WORKERS, tools=[wrong])
+
+
+def test_tools_that_take_nothing(serve: Serve) -> None:
+    def ping() -> str:
+        """Ping."""
+        return "pong"
+
+    class Stop(BaseModel):
+        """Stop."""
+
+    client = serve(['{"name": "ping", "arguments": {}}'])
+    bare = {"title": "bare", "type": "object"}
+    with ChatPShard(workers=WORKERS) as model:
+        [call] = model.bind_tools([ping, Stop, bare], tool_choice="any").invoke("Hi").tool_calls
+        assert (call["name"], call["args"]) == ("ping", {})
+    assert [schema["properties"] for schema in grammar(client)["$defs"].values()] == [{}, {}, {}]
 
 
 def test_references_inside_a_tool_stay_its_own(serve: Serve) -> None:

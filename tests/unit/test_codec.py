@@ -12,7 +12,6 @@ from langchain_pshard.core.codec import MAX_HEADER_BYTES, decode, encode, pack_t
 from langchain_pshard.core.errors import ProtocolError
 from langchain_pshard.core.messages import (
     ClientId,
-    DType,
     Epoch,
     Message,
     MicroBatch,
@@ -27,8 +26,8 @@ from langchain_pshard.core.messages import (
     StepId,
     StepResult,
     StreamId,
-    TensorSpec,
 )
+from langchain_pshard.core.numerics import DType, TensorSpec
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
 
@@ -76,6 +75,19 @@ def test_tensor_travels_untouched_and_uncopied(dtype: type[np.generic], wire: DT
     assert tensor.dtype == dtype
     np.testing.assert_array_equal(tensor, hidden)
     assert np.shares_memory(tensor, hidden)
+
+
+def test_logits_travel_beside_a_result() -> None:
+    logits = np.arange(8, dtype=np.float32).reshape(2, 4)
+    results = (SliceResult(StreamId(3), pack_tokens([1, 2])),)
+    result = StepResult(
+        epoch=Epoch(1), step_id=StepId(4), results=results, timings=(), logits=tensor_spec(logits), logits_of=(StreamId(3),)
+    )
+    message, tensor = decode(encode(result, logits))
+    assert message == result
+    np.testing.assert_array_equal(tensor, logits)
+    with pytest.raises(ProtocolError, match="header announces a tensor"):
+        decode(encode(result))
 
 
 def test_reply_of_one_token_takes_at_most_48_bytes() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -186,6 +187,41 @@ def test_log_probabilities_are_of_what_may_come(compiler: GrammarCompiler) -> No
     [logprobs] = result.logprobs
     assert {token for token, _ in logprobs.top} == set(encode("ab"))
     assert sum(np.exp(value) for _, value in logprobs.top) == pytest.approx(1.0)
+
+
+def test_draws_are_as_likely_as_among_the_allowed_tokens_alone(compiler: GrammarCompiler) -> None:
+    logits = logits_at(2)[None]
+    logits[0, encode("abcd")] = [3.0, 2.5, 2.0, 1.0]
+    logits[0, encode("z")] = 4.0  # the likeliest of all, and forbidden
+    params = SamplingParams(temperature=0.8)
+    grammar = Grammar(GrammarKind.REGEX, "[a-d]")
+    piece = RunSlice(key=KEY, start=0, tokens=np.array(PROMPT, np.int32), kind=SliceKind.PREFILL, num_sampled=1)
+    counts = dict.fromkeys(encode("abcd"), 0)
+    num_draws = 4_000
+    head = Head(compiler)
+    for seed in range(num_draws):
+        head.open(KEY, msgspec.structs.replace(params, seed=seed), grammar=grammar)
+        [token] = tokens_of(head.sample(logits, [piece])[0])
+        assert tokens_of(head.sample(logits, [piece])[0]) == [token]  # the same however often it is asked
+        counts[token] += 1
+    weights = np.exp(logits[0, encode("abcd")] / params.temperature)
+    expected = num_draws * weights / weights.sum()
+    # Chi-squared of three degrees of freedom: beyond 16.3 once in a thousand.
+    assert float(((np.array([*counts.values()]) - expected) ** 2 / expected).sum()) < 16.3
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}, {"top_logprobs": 1}])
+def test_draws_that_something_narrows_are_narrowed_among_the_allowed(compiler: GrammarCompiler, options: dict[str, Any]) -> None:
+    """What is kept is counted from the best allowed token on, not from the best of all, which is forbidden here."""
+    logits = np.full((1, VOCAB_SIZE), -9.0, np.float32)
+    logits[0, encode("abcdz")] = [3.0, 2.9, 0.0, -1.0, 9.0]
+    piece = RunSlice(key=KEY, start=0, tokens=np.array(PROMPT, np.int32), kind=SliceKind.PREFILL, num_sampled=1)
+    found = set()
+    for seed in range(60):
+        head = Head(compiler)
+        head.open(KEY, SamplingParams(temperature=0.5, seed=seed, **options), grammar=Grammar(GrammarKind.REGEX, "[a-d]"))
+        found |= set(tokens_of(head.sample(logits, [piece])[0]))
+    assert found == set(encode("ab"))
 
 
 def test_whoever_goes_on_from_what_is_forbidden_gets_an_end(compiler: GrammarCompiler) -> None:

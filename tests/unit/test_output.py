@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from langchain_pshard.output import TextStream
 from langchain_pshard.tokenizer import Tokenizer
+from tests.support.texts import cut_at_stop
 from tests.support.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer(), "byte-fallback": byte_fallback_tokenizer()}
@@ -55,15 +56,6 @@ def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], sizes: Sequence[int], st
         pieces.append(stream.push(ids[position : position + size]))
         position, turn = position + size, turn + 1
     return [*pieces, stream.finish()], stream
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The rule, one character at a time."""
-    for end in range(1, len(text) + 1):
-        found = [len(one) for one in stop if text[:end].endswith(one)]
-        if found:
-            return text[: end - max(found)]
-    return text
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -8,11 +8,11 @@ import pytest
 
 from langchain_pshard.core.errors import FleetMismatchError, ProtocolError, WorkerLostError, WorkerUnreachableError
 from langchain_pshard.core.messages import ClientId, Epoch, Hello, Join, Joined, Leave, Ping, Pong, Refused, RequestId, WorkerId
-from langchain_pshard.pipeline.instructions import Dial, Instruction, Send
+from langchain_pshard.pipeline.instructions import Dial, Instruction, Send, Warn
 from langchain_pshard.pipeline.membership import Membership, Phase
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.recovery import Liveness
-from tests.unit.test_chain import A, B, welcome
+from tests.unit.test_chain import A, B, C, drafting, welcome
 
 ME = ClientId("me")
 
@@ -60,11 +60,11 @@ def test_a_sleep_of_this_machine_is_not_held_against_the_workers() -> None:
 # --- membership ------------------------------------------------------------------------------------------------------
 
 
-def membership() -> Membership:
+def membership(*more: str) -> Membership:
     counter = itertools.count(1)
     return Membership(
         ME,
-        [A, B],
+        [A, B, *more],
         software="0.1.0",
         connect_timeout_s=30.0,
         options=ClientOptions(),
@@ -188,3 +188,106 @@ def test_refusals_and_another_model_end_the_way() -> None:
     way.on_message(B, welcome(1, worker="b", fingerprint="e" * 64), 2.0)
     assert isinstance(way.failure, FleetMismatchError)
     assert "another bundle" in str(way.failure)
+
+
+# --- a worker that only drafts -------------------------------------------------------------------------------------------
+
+
+def with_draft() -> Membership:
+    way = membership(C)
+    way.connect(0.0)
+    way.on_message(C, drafting(), 0.0)
+    ready_again(way)
+    assert way.draft is not None
+    return way
+
+
+def ready_again(way: Membership, now: float = 0.0) -> None:
+    """Those with stages answer everything; so does the one that drafts, if it is asked to join."""
+    way.on_message(A, welcome(0, worker="a"), now)
+    for instruction in way.on_message(B, welcome(1, worker="b"), now):
+        assert isinstance(instruction, Send)
+        if isinstance(instruction.message, Join):
+            way.on_message(instruction.address, joined_by(instruction), now)
+    assert way.phase is Phase.READY
+
+
+def warned(out: list[Instruction]) -> str:
+    return "; ".join(each.text for each in out if isinstance(each, Warn))
+
+
+@pytest.mark.parametrize("worker", ["d", "another"])
+def test_it_goes_away_and_comes_back_and_the_chain_stays(worker: str) -> None:
+    way = with_draft()
+    chain = way.chain
+    assert f"{C}, which drafts, is lost: its connection broke" in warned(way.on_lost(C, 1.0))
+    assert way.is_steady
+    assert way.draft is None
+    assert way.on_lost(C, 1.1) == []
+    assert way.tick(1.9) == []
+    [again] = way.tick(2.05)[:1]
+    assert isinstance(again, Send)
+    assert (again.address, type(again.message)) == (C, Hello)
+    out = way.on_message(C, drafting(worker=worker), 2.1)
+    assert out == [join(way, C, again.message.request)]  # type: ignore[union-attr]
+    assert way.draft is None
+    way.on_message(C, joined_by(out[0]), 2.2)
+    assert way.draft is not None
+    assert (way.epoch, way.chain) == (Epoch(1), chain)
+    assert C in [each.address for each in way.tick(5.0) if isinstance(each, Send)]  # it is pinged again
+
+
+def test_whoever_has_another_bundle_is_not_taken_back() -> None:
+    way = with_draft()
+    way.on_lost(C, 1.0)
+    assert way.on_message(C, drafting(fingerprint="e" * 64), 1.5) == []
+    assert way.on_message(C, welcome(1, worker="x"), 1.5) == []
+    assert way.is_steady
+
+
+def test_it_hangs_and_only_its_drafts_are_lost() -> None:
+    way = with_draft()
+    now = 0.0
+    text = ""
+    while now < 9.0:
+        now += 0.5
+        out = way.tick(now)
+        text += warned(out)
+        for each in out:
+            if isinstance(each, Send) and isinstance(each.message, Ping) and each.address != C:
+                way.on_message(each.address, Pong(request=each.message.request), now)
+    assert "has not answered for 8 s" in text
+    assert way.is_steady
+    assert way.draft is None
+
+
+def test_a_new_chain_does_not_wait_for_it() -> None:
+    way = with_draft()
+    way.tick(0.9)
+    way.on_lost(C, 1.0)
+    way.on_lost(B, 1.0)
+    way.tick(1.2)
+    way.tick(1.6)
+    assert isinstance(way.failure, WorkerLostError)
+    assert C not in str(way.failure)
+    way.connect(2.0)
+    ready_again(way, 2.0)
+    assert (way.epoch, way.draft) == (Epoch(2), None)
+    assert way.chain is not None
+    assert way.chain.draft is not None  # known, and asked to come back
+    [again] = [each for each in way.tick(3.1) if isinstance(each, Send) and each.address == C]
+    assert isinstance(again.message, Hello)
+    out = way.on_message(C, drafting(), 3.2)
+    way.on_message(C, joined_by(out[0]), 3.2)
+    assert way.draft is not None
+
+
+def test_the_first_chain_waits_for_it() -> None:
+    way = membership(C)
+    way.connect(0.0)
+    way.on_message(A, welcome(0, worker="a"), 0.0)
+    way.on_message(B, welcome(1, worker="b"), 0.0)
+    assert way.phase is Phase.GREETING
+    way.tick(30.0)
+    assert isinstance(way.failure, WorkerUnreachableError)
+    assert way.failure.addresses == (C,)

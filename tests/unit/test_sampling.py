@@ -83,7 +83,7 @@ def test_a_draw_from_the_whole_vocabulary_equals_the_plain_definition(seed: int,
 
 @pytest.mark.parametrize("draw", [0.0, 1.0 - 2**-53])
 def test_the_ends_of_a_draw_are_tokens_that_have_weight(draw: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("langchain_pshard.core.sampling.uniform", lambda seed, position: draw)
+    monkeypatch.setattr("langchain_pshard.core.sampling.uniform", lambda seed, position, draw_idx: draw)
     logits = np.full(3_000, -1e9, dtype=np.float32)
     logits[700:1_500] = np.random.default_rng(1).normal(size=800)
     expected = 700 if draw == 0.0 else 1_499

@@ -156,6 +156,18 @@ def test_prompts_fill_the_budget_while_nobody_decodes() -> None:
     assert found.chunks == chunks((4, 100), (5, 200), (6, 212))
 
 
+def test_short_prompts_that_wait_together_are_not_cut_and_share_micro_batches() -> None:
+    alone = plan(situation(prefilling=((1, 40),)), MEMORY_BOUND)
+    assert alone is not None
+    assert alone.chunks == chunks((1, 40))  # 32 and 8 would be three turns
+    together = plan(situation(prefilling=tuple((stream, 40) for stream in range(1, 17))), MEMORY_BOUND)
+    assert together is not None
+    total = sum(chunk.num_tokens for chunk in together.chunks)
+    assert total <= best_chunk_tokens(640, MEMORY_BOUND) < PREFILL_BUDGET_TOKENS
+    assert [chunk.num_tokens for chunk in together.chunks[:2]] == [40, 40]
+    assert total > best_chunk_tokens(640, MEMORY_BOUND) - MIN_CHUNK_TOKENS
+
+
 @pytest.mark.parametrize("num_tokens", [2, 4, 5, 100])
 def test_no_chunk_is_longer_than_the_client_allows_and_every_prompt_gets_through(num_tokens: int) -> None:
     left = num_tokens
@@ -188,7 +200,7 @@ def test_in_flight_chunks_are_bounded_and_more_where_the_way_is_long() -> None:
 
 def test_the_best_chunk_is_no_slower_than_others() -> None:
     def turns_ms(learned: StepCosts, num_tokens: int, chunk: int) -> float:
-        return (num_tokens / chunk + learned.num_stages - 1) * learned.slowest_prompt().at(chunk)
+        return (-(-num_tokens // chunk) + learned.num_stages - 1) * learned.slowest_prompt().at(chunk)
 
     for learned in (MEMORY_BOUND, costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), prompt=(40.0, 0.4))):
         best = best_chunk_tokens(1000, learned)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
-from langchain_pshard.core.errors import CapacityError, PShardError, StateLostError
+from langchain_pshard.core.errors import CapacityError, DeadlineError, PShardError, StateLostError
 from langchain_pshard.core.messages import (
     ClientId,
     Close,
@@ -94,10 +94,10 @@ class Fleet:
                 case Dial():
                     pass
 
-    def submit(self, number: int, max_tokens: int = 4) -> Caller:
+    def submit(self, number: int, max_tokens: int = 4, prompt: tuple[int, ...] = PROMPT) -> Caller:
         caller = self.callers[number] = Caller()
         request = StreamRequest(
-            prompt=(*PROMPT, number % VOCAB), max_tokens=max_tokens, sampling=SamplingParams(),
+            prompt=(*prompt, number % VOCAB), max_tokens=max_tokens, sampling=SamplingParams(),
             eos_token_ids=frozenset({EOS}), vocab_size=VOCAB, sink=caller.take,
         )  # fmt: skip
         self.do(self.session.submit(StreamId(number), request, self.now))
@@ -242,6 +242,35 @@ def test_waiting_too_long_for_room_is_a_capacity_error() -> None:
     assert "within 5 s" in str(caller.ends[0])
     assert "full" in str(caller.ends[0])
     assert not fleet.reserved
+
+
+def test_a_prompt_that_advances_has_all_the_time_and_one_that_does_not_is_given_up() -> None:
+    long_prompt = tuple(idx * idx % VOCAB for idx in range(3_000))
+    fleet = Fleet(step_timeout_s=10.0)
+    caller = fleet.submit(1, prompt=long_prompt)
+    num_steps = 0
+    while not caller.ends:
+        while fleet.sent:
+            fleet.handle_one()
+        for _ in range(8):  # each step takes 8 s, with the pings answered meanwhile
+            fleet.pass_time(1.0)
+            while fleet.sent:
+                fleet.handle_one()
+        if fleet.steps:
+            fleet.answer_step()
+            num_steps += 1
+    assert caller.tokens == plain([*long_prompt, 1], 4, True)
+    assert num_steps > 10
+    assert fleet.now > 80  # eight times the timeout
+    stuck = fleet.submit(2, prompt=long_prompt)
+    for _ in range(10):
+        while fleet.sent:
+            fleet.handle_one()
+        assert not stuck.ends
+        fleet.pass_time(1.0)
+    [error] = stuck.ends
+    assert isinstance(error, DeadlineError)
+    assert "no answer for 10 s" in str(error)
 
 
 def test_a_forgotten_client_joins_again_with_a_raised_epoch() -> None:

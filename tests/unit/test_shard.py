@@ -15,6 +15,7 @@ from workers.shard import Settings
     [
         ({"runner": "fastest"}, ["runner='fastest'", "paged, stateful"]),
         ({"numerics": "sloppy"}, ["numerics='sloppy'", "fast, exact"]),
+        ({"activation": "int4"}, ["activation='int4'", "f32, int8"]),
         ({"kv_precision": "u4"}, ["kv_precision='u4'", "f16, f32, u8"]),
         ({"threads": 0}, ["threads=0", "1 or more"]),
         ({"kv_memory_bytes": 0}, ["kv_memory_bytes=0", "1 or more"]),

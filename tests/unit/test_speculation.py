@@ -207,8 +207,7 @@ def test_the_way_is_what_the_stages_do_not_account_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": "model"}, "needs a draft shard"),
-        ({"draft": "magic"}, "draft='magic' is unknown; valid: 'auto', 'ngram', None"),
+        ({"draft": "magic"}, "draft='magic' is unknown; valid: 'auto', 'ngram', 'model', None"),
         ({"prefix_cache": "most"}, "prefix_cache='most' is unknown; valid: True, False, 'all'"),
         ({"draft_tokens": 0}, "draft_tokens=0 is out of range; valid: 'auto', or 1 to 64"),
         ({"draft_tokens": True}, "draft_tokens=True"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
-from langchain_pshard.core.messages import DType, Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.codec import MAX_LOGITS_BYTES
+from langchain_pshard.core.messages import Slice, SliceKind, StreamFailure, StreamId
+from langchain_pshard.core.numerics import DType
 from tests.support.fake_stages import HIDDEN, VOCAB, row, step
 from workers.instructions import Run
 from workers.runners.runner import StreamKey
@@ -15,7 +19,7 @@ from workers.stage import MAX_STEP_TOKENS, MAX_WAITING_STEPS, Dropped, Stage, St
 
 
 def make_stage(stage_idx: int = 0, *, streams: Sequence[int] = (1, 2, 3), reserved: int = 32, token_budget: int = 1024) -> Stage:
-    shape = StageShape(stage_idx=stage_idx, is_last=False, vocab_size=VOCAB, hidden_size=HIDDEN, boundary=DType.F32)
+    shape = StageShape(stage_idx=stage_idx, is_last=False, vocab_size=VOCAB, row_width=HIDDEN, boundary=DType.F32)
     stage = Stage(shape, token_budget=token_budget)
     for stream in streams:
         stage.open(key(stream), reserved)
@@ -118,6 +122,24 @@ def test_a_stream_twice_in_one_step_is_refused_once() -> None:
     run = stage.next_run().run
     assert run is not None
     assert [piece.key for piece in run.slices] == [key(2)]
+
+
+def test_logits_are_for_workers_that_were_started_for_them_and_bounded() -> None:
+    asking = msgspec.structs.replace(row(1, 0, [4, 5], num_sampled=2), returns_logits=True)
+    for is_last, allows_logits, expected in ((False, False, []), (True, False, [(1, "invalid-option")]), (True, True, [])):
+        shape = StageShape(
+            stage_idx=0, is_last=is_last, vocab_size=VOCAB, row_width=HIDDEN, boundary=DType.F32, allows_logits=allows_logits
+        )
+        stage = Stage(shape)
+        for stream in (1, 2):
+            stage.open(key(stream), 32)
+        assert failures([stage.enqueue(step(1, asking, row(2, 0, [4])), None, 0.0)]) == expected
+        run = stage.next_run().run
+        assert run is not None
+        assert [(piece.key, piece.returns_logits) for piece in run.slices] == [(key(1), True), (key(2), False)][len(expected) :]
+    huge = Stage(dataclasses.replace(shape, vocab_size=MAX_LOGITS_BYTES // 4 // 2 + 1))
+    huge.open(key(1), 32)
+    assert failures([huge.enqueue(step(1, asking), None, 0.0)]) == [(1, "protocol")]
 
 
 def test_steps_and_queues_are_bounded() -> None:

@@ -143,6 +143,23 @@ def test_any_acceptance_pattern_yields_the_plain_tokens(
     assert stats.num_steps + stats.num_accepted_tokens >= len(tokens)
 
 
+@pytest.mark.parametrize("end", [4, 7])
+def test_every_end_token_ends(end: int) -> None:
+    request = StreamRequest(
+        prompt=(1, 2), max_tokens=8, sampling=SamplingParams(), eos_token_ids=frozenset({4, 7}), vocab_size=VOCAB, sink=lambda _: True
+    )  # fmt: skip
+    stream = Stream(StreamId(1), request, now=0.0)
+    stream.next_chunk(2, StepId(1), 0.0)
+    first = stream.apply(SliceResult(stream.id, pack_tokens([3])), (), 0.0, 0.0)
+    assert first is not None
+    assert first.finish_reason is None
+    stream.guess(0)
+    stream.next_rows(0, StepId(2), 0.0)
+    last = stream.apply(SliceResult(stream.id, pack_tokens([end])), (), 0.0, 0.0)
+    assert last is not None
+    assert (last.tokens, last.finish_reason) == ((end,), FinishReason.STOP)
+
+
 def test_prompt_in_chunks_behind_one_another() -> None:
     stream, fleet = make([1, 2, 3, 4, 5], max_tokens=3, eos=False), FakeFleet()
     first = stream.next_chunk(3, StepId(1), 0.0)

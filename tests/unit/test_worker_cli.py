@@ -28,6 +28,9 @@ def own_logger(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--kv-precision", "u8", "--prefix-cache"], "u8", True),
         (["--kv-precision", "f32", "--no-prefix-cache"], "f32", False),
         (["--runner", "stateful"], None, False),
+        (["--runner", "stateful", "--numerics", "exact"], None, True),
+        (["--runner", "stateful", "--numerics", "exact", "--kv-precision", "u8"], "u8", False),
+        (["--runner", "stateful", "--prefix-cache"], None, True),
     ],
 )
 def test_kv_options(options: list[str], precision: str | None, has_prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +43,3 @@ def test_kv_options(options: list[str], precision: str | None, has_prefix_cache:
     done = CliRunner().invoke(cli.command, ["bundle", "--stage", "0", *options])
     assert done.exit_code == 0, done.output
     assert [(each.kv_precision, each.has_prefix_cache) for each in seen] == [(precision, has_prefix_cache)]
-
-
-def test_a_cache_that_the_runner_does_not_have_is_refused() -> None:
-    done = CliRunner().invoke(cli.command, ["bundle", "--stage", "0", "--runner", "stateful", "--prefix-cache"])
-    assert done.exit_code == 1
-    assert "the stateful runner has no prefix cache: leave --prefix-cache out, or use --runner paged" in done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from langchain_pshard.core.codec import pack_tokens, tensor_spec
@@ -9,6 +10,7 @@ from langchain_pshard.core.errors import InferenceError
 from langchain_pshard.core.messages import (
     Epoch,
     MicroBatch,
+    Slice,
     SliceResult,
     StageTiming,
     Step,
@@ -17,10 +19,13 @@ from langchain_pshard.core.messages import (
     StreamFailure,
     StreamId,
 )
+from langchain_pshard.core.numerics import DType, TensorSpec
 from langchain_pshard.transport.hub import Link
-from tests.support.fake_stages import HIDDEN, make_identity, row, step
+from tests.support.fake_stages import HIDDEN, VOCAB, make_identity, row, step
 from tests.support.worker_bench import ANN, BOB, CHAIN_TWO, NEXT, Bench, join, key, request
 from workers.instructions import Forward, Instruction, Reply
+
+NO_LOGITS = np.zeros((0, VOCAB), np.float32)
 
 
 def failed(out: list[Instruction]) -> StepFailed:
@@ -114,10 +119,39 @@ def test_a_worker_hands_over_to_itself_and_the_last_stage_answers_each_client() 
     assert run.stage_idx == 1
     results = [SliceResult(StreamId(1), pack_tokens([7])), SliceResult(StreamId(1), pack_tokens([8]))]
     timings = (StageTiming(0, 1000), StageTiming(1000, 1000))
-    assert bench.worker.sampled(run, results, started_s=100.002, ended_s=100.003) == [
+    assert bench.worker.sampled(run, results, NO_LOGITS, started_s=100.002, ended_s=100.003) == [
         Reply(link=ANN, message=StepResult(epoch=Epoch(1), step_id=step(1).step_id, results=(results[0],), timings=timings)),
         Reply(link=BOB, message=StepResult(epoch=Epoch(1), step_id=step(5).step_id, results=(results[1],), timings=timings)),
     ]
+
+
+def test_logits_go_to_those_who_asked_for_them() -> None:
+    """Two steps in one inference, slices that ask beside slices that do not, each with rows of its own."""
+    bench = Bench(2, (0, 1), allows_logits=True)
+    bench.join_alone([CHAIN_TWO[0]] * 2)
+    bench.join_alone([CHAIN_TWO[0]] * 2, client="bob", link=BOB)
+    for stream in (1, 2, 3):
+        bench.open(stream)
+    bench.open(1, client="bob", link=BOB)
+    slices = [asking(row(1, 0, [1, 2], num_sampled=2)), row(2, 0, [3, 4], num_sampled=1), asking(row(3, 0, [5], num_sampled=1))]
+    bench.send(step(1, *slices), step(5, row(1, 0, [6]), client="bob"))
+    assert bench.worker.computed(bench.run(), np.zeros((6, HIDDEN), np.float32), started_s=100.0, ended_s=100.0) == []
+    run = bench.run()
+    results = [SliceResult(piece.key.stream, pack_tokens([7] * piece.num_sampled)) for piece in run.slices]
+    logits = np.arange(5 * VOCAB, dtype=np.float32).reshape(5, VOCAB)
+    ann, bob = bench.worker.sampled(run, results, logits, started_s=100.0, ended_s=100.0)
+    assert isinstance(ann, Reply)
+    assert isinstance(ann.message, StepResult)
+    assert ann.message.logits == TensorSpec(DType.F32, (3, VOCAB))
+    assert ann.message.logits_of == (StreamId(1), StreamId(3))
+    np.testing.assert_array_equal(ann.tensor, logits[[0, 1, 3]])
+    assert isinstance(bob, Reply)
+    assert isinstance(bob.message, StepResult)
+    assert (bob.message.logits, bob.tensor) == (None, None)
+
+
+def asking(piece: Slice) -> Slice:
+    return msgspec.structs.replace(piece, returns_logits=True)
 
 
 def test_a_failed_inference_reaches_only_the_client_whose_step_fails_alone() -> None:
@@ -133,5 +167,5 @@ def test_a_failed_inference_reaches_only_the_client_whose_step_fails_alone() -> 
         Reply(link=ANN, message=StepFailed(epoch=Epoch(1), step_id=step(1).step_id, stage_idx=0, failures=(failure,)))
     ]
     result = [SliceResult(StreamId(1), pack_tokens([8]))]
-    out = bench.worker.sampled(bench.run(), result, started_s=100.0, ended_s=100.0)
+    out = bench.worker.sampled(bench.run(), result, NO_LOGITS, started_s=100.0, ended_s=100.0)
     assert [reply.link for reply in out if isinstance(reply, Reply)] == [BOB]

@@ -22,7 +22,6 @@ from langchain_pshard.core.messages import (
     FETCH_CHUNK_BYTES,
     PROTOCOL_VERSION,
     ClientId,
-    DType,
     Epoch,
     Fetch,
     Fetched,
@@ -49,6 +48,7 @@ from langchain_pshard.core.messages import (
     Welcome,
     WorkerId,
 )
+from langchain_pshard.core.numerics import DType
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived
 from langchain_pshard.transport.zeromq import ZmqHub

@@ -14,7 +14,7 @@ from openvino import opset13
 
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError
-from langchain_pshard.core.messages import DType, Numerics
+from langchain_pshard.core.numerics import DType, Numerics
 
 SAMPLED_ROWS = "sampled_rows"
 """Input of a last stage, i32 [n]: which rows of the batch the head computes logits for."""
@@ -54,12 +54,14 @@ class StageModel:
     """Attention window of each layer of this stage."""
     kv_memory_bytes: int
     has_prefix_cache: bool
+    num_taken_back: int = 0
+    """Positions that a stream may go back behind the start of its last slice; more than its window are then kept for it."""
 
     @property
-    def widest_window(self) -> int | None:
-        """Positions that a token sees in the layer that sees most; None when a layer sees all."""
+    def kv_window(self) -> int | None:
+        """Positions before a token that are still needed in the layer that sees most; None when a layer sees all."""
         windows = [window for window in self.windows if window is not None]
-        return max(windows) if windows and len(windows) == len(self.windows) else None
+        return max(windows) + self.num_taken_back if windows and len(windows) == len(self.windows) else None
 
     def empty_output(self, num_rows: int) -> tuple[npt.NDArray[Any], Any]:
         """Memory for the output of a step, [num_rows, vocab or hidden], and its type."""

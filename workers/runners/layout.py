@@ -95,6 +95,7 @@ def _signature(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Sign
 
 def lay_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Layout:
     """Lay slices out as subsequences; `tables[i]` is the block table of `slices[i]`. Pure."""
+    positions: list[int] = []
     past_lens: list[int] = []
     lengths: list[int] = []
     blocks: list[Int32s] = []
@@ -103,6 +104,7 @@ def lay_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Layout:
     for piece, table in zip(slices, tables, strict=True):
         count = len(piece.tokens)
         end = piece.start + count
+        positions.extend(range(piece.start, end))
         if piece.kind is SliceKind.PREFILL:
             past_lens.append(piece.start)
             lengths.append(count)
@@ -119,7 +121,7 @@ def lay_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Layout:
     single = len(slices) == 1
     return Layout(
         tokens=(slices[0].tokens if single else np.concatenate([piece.tokens for piece in slices])).astype(np.int64),
-        position_ids=_ranges([(piece.start, len(piece.tokens)) for piece in slices]),
+        position_ids=np.array(positions, dtype=np.int64),
         past_lens=np.array(past_lens, dtype=np.int32),
         subsequence_begins=_begins(lengths),
         block_indices=np.concatenate(blocks),
@@ -131,11 +133,6 @@ def lay_out(slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> Layout:
 
 
 _NO_BLOCKS: Int32s = np.zeros(0, dtype=np.int32)
-
-
-def _ranges(spans: list[tuple[int, int]]) -> Int64s:
-    ranges = [np.arange(start, start + count, dtype=np.int64) for start, count in spans]
-    return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
 
 
 def _begins(lengths: list[int]) -> Int32s:

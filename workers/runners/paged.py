@@ -16,7 +16,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
-from langchain_pshard.core.messages import Numerics
+from langchain_pshard.core.numerics import Numerics
 from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable
 from workers.runners.engine import (
     OV_TYPES,
@@ -209,7 +209,7 @@ def _allocate(stage: StageModel, compiled: Any) -> tuple[BlockPool, dict[int, tu
     caches = {
         idx: (np.zeros([num_blocks, *dims], dtype=_STORAGE[element_type.size]), element_type) for idx, (element_type, dims) in ports.items()
     }
-    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes, window=stage.widest_window), caches
+    return BlockPool(num_blocks=num_blocks, block_bytes=block_bytes, window=stage.kv_window), caches
 
 
 _STORAGE: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.float32}

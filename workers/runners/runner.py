@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.codec import Tensor
-from langchain_pshard.core.messages import ClientId, Numerics, SliceKind, StreamId
+from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
+from langchain_pshard.core.numerics import Numerics
 
 TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
@@ -26,8 +27,7 @@ class StreamKey(NamedTuple):
     stream: StreamId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSlice:
+class RunSlice(msgspec.Struct, frozen=True, kw_only=True):
     """A slice that passed the one step rule: `start` is at most the length the runner holds; beyond it the runner forgets."""
 
     key: StreamKey
@@ -35,6 +35,7 @@ class RunSlice:
     tokens: TokenArray  # [n]
     kind: SliceKind
     num_sampled: int
+    returns_logits: bool = False
 
 
 class Runner(Protocol):

@@ -4,7 +4,11 @@ A state cannot shrink, so rejected tokens stay in their physical slots, masked o
 mask derives a slot's logical position from `attention_mask` alone. When the physical limit comes near, the live slots are moved together.
 
 Rewinds are exact under `exact` numerics only: under `fast`, holes in the cache change the order of sums by 1e-7, which dynamic
-quantization amplifies until tokens diverge.
+quantization amplifies until tokens diverge. So are chunks: under `fast` a chunk sees its own KV in float32 and that before it in f16, so
+where a prompt is cut shows in the logits (by 0.06 in a tiny model).
+
+A prompt's state is captured when it is complete, and a stream whose prompt begins alike starts on a copy of its leading positions, as if
+its prompt had been cut there: the same bits as a cut prompt. Captures live in the part of the KV memory that no stream has set aside.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import openvino as ov
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import CapacityError, InferenceError, InvalidOptionError
-from langchain_pshard.core.messages import Numerics
+from langchain_pshard.core.messages import SliceKind
+from langchain_pshard.core.numerics import Numerics
+from workers.runners.captures import Capture, Captures
 from workers.runners.engine import (
     KV_TYPES,
     OV_TYPES,
@@ -37,8 +43,13 @@ from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, Token
 
 Int64s = npt.NDArray[np.int64]
 
+SHARED_STATE_DEVICES = frozenset({"GPU"})
+"""Where requests of one compiled model share some of their state (openvino #36458, #36560): each stream gets a compiled model of its own,
+which costs the shard's memory once more."""
 _SLACK = 1.5
 """Physical slots per reserved position: a compaction costs tens of decode steps; half a reservation of rejected tokens lies between two."""
+_MIN_PREFILL_TOKENS = 2
+"""What a prefix leaves to compute at least, as in the paged engine: clients and stages count on one rule."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +115,11 @@ class SlotMap:
 class _Stream:
     request: Any  # ov.InferRequest; its state holds slot_map.num_slots slots
     slot_map: SlotMap
+    prompt: TokenArray  # empty when it shares nothing
+    num_prefilled: int = 0
+    """Leading positions that PREFILL slices of `prompt` wrote."""
+    found: Capture | None = None
+    """What the first slice begins on."""
 
 
 class StatefulRunner:
@@ -126,6 +142,10 @@ class StatefulRunner:
         self._inputs = input_indices(self._compiled)
         self._beam_idx = np.zeros(1, dtype=np.int32)  # one sequence per request: the only valid row is 0
         self._streams: dict[StreamKey, _Stream] = {}
+        self._captures = Captures()
+        self._has_shared_state = stage.numerics.device.split(".")[0] in SHARED_STATE_DEVICES
+        # Each of a compiled model of its own; kept when a stream ends, since compiling takes as long as loading.
+        self._spare_requests = [self._compiled.create_infer_request()] if self._has_shared_state else []
         kv_type = KV_TYPES[stage.numerics.kv_precision]
         self._token_bytes = int(2 * len(stage.windows) * stage.num_kv_heads * stage.head_dim * kv_type.size * _SLACK)
         self._capacity = stage.kv_memory_bytes // self._token_bytes
@@ -157,7 +177,7 @@ class StatefulRunner:
         return sum(stream.slot_map.num_reserved for stream in self._streams.values())
 
     def open(self, key: StreamKey, num_tokens: int, prompt: TokenArray = NO_TOKENS, *, shares_generated: bool = False) -> int:
-        del prompt, shares_generated  # streams share nothing here
+        del shares_generated  # only prompts are captured
         assert key not in self._streams, f"{key} is open already"
         free = self._capacity - self.kv_used_tokens
         if num_tokens > free:
@@ -165,14 +185,37 @@ class StatefulRunner:
                 f"a stream needs {self._size(num_tokens)} of KV; {self._size(free)} are free of {self._size(self._capacity)}:"
                 " wait for other streams to end, ask for fewer tokens, or raise --kv-memory"
             )
-        self._streams[key] = _Stream(request=self._compiled.create_infer_request(), slot_map=SlotMap(num_reserved=num_tokens))
-        return 0
+        if not self._stage.has_prefix_cache:
+            prompt = NO_TOKENS
+        found, num_cached = self._captures.find(prompt[:-_MIN_PREFILL_TOKENS]) or (None, 0)
+        self._streams[key] = _Stream(request=self._new_request(), slot_map=SlotMap(num_reserved=num_tokens), prompt=prompt, found=found)
+        self._captures.shrink(self._spare_bytes)
+        return num_cached
+
+    @property
+    def _spare_bytes(self) -> int:
+        """KV memory that no stream has set aside. What a stream was opened on is its own until its first slice, whose memory it takes."""
+        return self._stage.kv_memory_bytes - self.kv_used_tokens * self._token_bytes
+
+    def _new_request(self) -> Any:
+        if not self._has_shared_state:
+            return self._compiled.create_infer_request()
+        if self._spare_requests:
+            return self._spare_requests.pop()
+        try:
+            return self._stage.compile(self._stage.model).create_infer_request()
+        except InvalidOptionError as error:  # it could be compiled before: what lacks is room
+            raise CapacityError(
+                f"{self._stage.stage_name} has no room for one stream more, which needs a model of its own: {error}"
+            ) from error
 
     def _size(self, num_tokens: int) -> str:
         return f"{num_tokens} positions ({num_tokens * self._token_bytes / 2**20:.1f} MiB)"
 
     def close_stream(self, key: StreamKey) -> None:
-        self._streams.pop(key, None)
+        stream = self._streams.pop(key, None)
+        if stream is not None and self._has_shared_state:
+            self._spare_requests.append(stream.request)
 
     def run(self, slices: Sequence[RunSlice], hidden: Tensor | None) -> Tensor | Logits:
         pieces: list[Any] = []
@@ -187,6 +230,8 @@ class StatefulRunner:
     def _run_one(self, piece: RunSlice, hidden: Tensor | None) -> Tensor | Logits:
         stream = self._streams[piece.key]
         count = len(piece.tokens)
+        if stream.found is not None:
+            self._resume(stream, stream.found, piece.start)
         stream.slot_map.rewind(piece.start)
         if piece.start == 0:
             stream.request.reset_state()
@@ -203,6 +248,7 @@ class StatefulRunner:
             stream.slot_map.take_back(piece.start, num_before)
             self._keep(stream, range(num_before))
             raise
+        self._wrote(stream, piece)
         return output[: piece.num_sampled] if self._stage.is_last else output
 
     def _step_inputs(self, piece: RunSlice, mask: Int64s, hidden: Tensor | None) -> list[Port]:
@@ -225,6 +271,38 @@ class StatefulRunner:
             inputs.append(Port(at[SAMPLED_ROWS], rows, ov.Type.i32))
         return inputs
 
+    def _resume(self, stream: _Stream, found: Capture, start: int) -> None:
+        """Begin on a copy of the first `start` positions: what this stage found may be more than the others did."""
+        try:
+            for variable in stream.request.query_state() if start else ():
+                kept = np.ascontiguousarray(found.states[variable.name][:, :, :start])
+                variable.state = share(kept, variable.state.element_type)
+        except RuntimeError as error:
+            raise InferenceError(f"{self._stage.stage_name} cannot give the KV of a prompt to a stream: {error}") from error
+        stream.slot_map.append(start)
+        stream.num_prefilled = start
+        stream.found = None
+
+    def _wrote(self, stream: _Stream, piece: RunSlice) -> None:
+        """Capture the prompt when this slice completed it."""
+        end = piece.start + len(piece.tokens)
+        is_next = piece.kind is SliceKind.PREFILL and piece.start <= stream.num_prefilled
+        if is_next and np.array_equal(stream.prompt[piece.start : end], piece.tokens):
+            stream.num_prefilled = end
+            if end == len(stream.prompt) and self._captures.wants(stream.prompt):
+                self._capture(stream)
+        else:
+            stream.num_prefilled = min(stream.num_prefilled, piece.start)
+
+    def _capture(self, stream: _Stream) -> None:
+        slots = stream.slot_map.slots
+        try:
+            states = {variable.name: variable.state.data[:, :, slots] for variable in stream.request.query_state()}  # copies
+        except RuntimeError as error:
+            raise InferenceError(f"{self._stage.stage_name} cannot read the KV of a stream: {error}") from error
+        self._captures.add(Capture(prompt=stream.prompt, states=states))
+        self._captures.shrink(self._spare_bytes)
+
     def _keep(self, stream: _Stream, slots: Sequence[int]) -> None:
         """Move these slots of every layer's state to its front, and drop the others."""
         try:
@@ -237,4 +315,6 @@ class StatefulRunner:
 
     def close(self) -> None:
         self._streams.clear()
+        self._spare_requests.clear()
+        self._captures.shrink(0)
         self._compiled = None
