@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map, load_gguf_checkpoint
 
 from export_tools.architectures import model_shape
 from export_tools.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
@@ -86,6 +87,45 @@ def write_gguf(model: Any, path: Path) -> None:
             if part in name:
                 values = values.reshape(heads, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "starcoder2"])
+def test_gguf_of_other_architectures_is_read_as_transformers_reads_it(architecture: str, tmp_path: Path) -> None:
+    """Merged experts, norms that are stored with 1 added, fused projections: the same model from the same file, span by span."""
+    settings: dict[str, Any] = {"mlp_only_layers": []} if "moe" in architecture else {}
+    settings |= {"tie_word_embeddings": True} if architecture == "gemma2" else {}  # GGUF has no head of its own for it
+    folder = build_tiny(architecture, tmp_path / "model", **settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    path = tmp_path / "model.gguf"
+    write_tensors(model, path)
+    stored = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(stored, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if architecture == "gemma2" else [], [])  # the tied head is the embedding
+    assert_spans_equal(model, reader_of(model, GgufCheckpoint(path, model.config.to_dict())))
+
+
+def write_tensors(model: Any, path: Path) -> None:
+    """A model's tensors under their GGUF names, as they are."""
+    architecture = {"gemma3_text": "gemma3"}.get(model.config.model_type, model.config.model_type.replace("_", ""))
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(model.config.num_hidden_layers)
+    writer.add_vocab_size(model.config.vocab_size)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    values = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    for name, target in sorted(get_gguf_hf_weights_map(model, processor).items()):
+        data = values[target]
+        if "_exps" in name:
+            if "down" not in name:
+                data = np.split(data, 2, axis=1)["up" in name]
+            name = name.removesuffix(".weight") + ".weight"
+        if "ffn_gate_inp_shexp" in name:
+            data = data[0]
+        writer.add_tensor(name, np.ascontiguousarray(data))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
