@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import msgspec
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichBars
 from rich.text import Text
@@ -22,50 +23,60 @@ from rich.text import Text
 from langchain_pshard.core.bundle import DraftEntry, Manifest, Verification
 
 _JSON_INTERVAL_S = 1.0
+_WORTH_A_LINE_S = 1.0
 
 
 class RichProgress:
-    """`export_tools.progress.Progress` on rich bars; from `rich_progress`."""
+    """`export_tools.progress.Progress` on rich bars; from `rich_progress`.
 
-    def __init__(self, bars: RichBars) -> None:
+    Only what runs is a bar: an export has more steps than a terminal has lines. What has run and took a while stays as a line above.
+    """
+
+    def __init__(self, bars: RichBars, clock: Callable[[], float] = time.monotonic) -> None:
         self._bars = bars
+        self._clock = clock
 
     @contextmanager
     def task(self, description: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """See `Progress.task`; on success the task stays as a finished line."""
-        task_id = self._bars.add_task(description, total=total, counts_bytes=total is not None)
-        yield lambda amount: self._bars.advance(task_id, amount)
-        if total is None:
-            self._bars.update(task_id, total=1, completed=1)
-        else:
-            self._bars.update(task_id, completed=total)
+        """See `Progress.task`; one that fails stays as it is."""
+        started_s = self._clock()
+        task_id = self._bars.add_task(description, total=total, reached_s=0.0)
+        yield lambda amount: self._bars.update(task_id, advance=amount, reached_s=self._clock() - started_s)
+        self._bars.remove_task(task_id)
+        elapsed_s = self._clock() - started_s
+        if elapsed_s >= _WORTH_A_LINE_S:
+            rate = "" if total is None else f", {decimal(total)}, {decimal(int(total / elapsed_s))}/s"
+            self._bars.console.print(f"[green]done[/] {escape(description)} ({elapsed_s:.0f} s{rate})", highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """See `Progress.note`."""
-        self._bars.console.print(text, highlight=False)
+        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class _BytesColumn(ProgressColumn):
-    """Bytes done and to do, rate and time left, for tasks that count bytes."""
+    """Bytes done and to do, rate and time left, for tasks that count bytes.
+
+    The rate is that of the whole task up to its last step: an export as a whole moves on only stage by stage.
+    """
 
     def render(self, task: Task) -> Text:
         """See `ProgressColumn.render`."""
-        if not task.fields.get("counts_bytes") or task.total is None:
+        if task.total is None:
             return Text("")
         parts = [f"{decimal(int(task.completed))} of {decimal(int(task.total))}"]
-        speed = task.finished_speed or task.speed
-        if speed:
-            parts.append(f"{decimal(int(speed))}/s")
-        if task.time_remaining and not task.finished:
-            parts.append(f"{task.time_remaining:.0f} s left")
-        return Text(", ".join(parts))
+        reached_s = task.fields["reached_s"]
+        if task.completed and reached_s:
+            rate = task.completed / reached_s
+            left_s = (task.total - task.completed) / rate - ((task.elapsed or reached_s) - reached_s)
+            parts += [f"{decimal(int(rate))}/s", f"{max(0.0, left_s):.0f} s left"]
+        return Text(", ".join(parts), no_wrap=True)
 
 
 @contextmanager
 def rich_progress(console: Console) -> Iterator[RichProgress]:
     """Bars on `console` for the length of the block."""
-    columns = (SpinnerColumn(finished_text="[green]done[/]"), TextColumn("{task.description}"), BarColumn(bar_width=20))
-    with RichBars(*columns, _BytesColumn(), TimeElapsedColumn(), console=console) as bars:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=10), _BytesColumn(), TimeElapsedColumn())
+    with RichBars(*columns, console=console) as bars:
         yield RichProgress(bars)
 
 
@@ -139,7 +150,10 @@ def summary(manifest: Manifest, bundle: Path) -> str:
         lines.append(f"Draft. {_verification(manifest.draft.verification)}")
     if manifest.best_runner != "paged":
         lines += [f"The attention of {manifest.architecture} has no paged form: its workers use the {manifest.best_runner} runner."]
-    lines += ["", "Start one worker for each stage, on this or any machine that has the folder:"]
+    lines += [
+        "",
+        "Start one worker for each stage, on this machine or on any that has the folder (there with --listen tcp://ADDRESS:PORT):",
+    ]
     lines += [f"  {line}" for line in worker_lines(manifest, bundle)]
     if manifest.draft is not None:
         lines += ["and let one of them serve the draft too, or another worker alone:", f"  {_draft_line(manifest.draft, bundle)}"]
@@ -195,7 +209,7 @@ def _verification(found: Verification | None) -> str:
         return "Not verified against the unsplit model (--no-verify)."
     return (
         f"Against the unsplit model over {found.num_tokens} tokens: the same most likely token in {found.token_agreement:.1%},"
-        f" largest logit difference {found.max_logit_difference:.2g} (logits reach {found.largest_logit:.3g}),"
+        f"\n  largest logit difference {found.max_logit_difference:.2g} (logits reach {found.largest_logit:.3g}),"
         f" perplexity {found.perplexity_before:.4g} before, {found.perplexity_after:.4g} after."
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -38,26 +39,39 @@ def check_num_stages(num_stages: int, num_layers: int) -> None:
 
 
 def balanced_spans(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> tuple[LayerSpan, ...]:
-    """The cut whose most expensive stage is cheapest; the head burdens the last stage. Of equal cuts, earlier stages hold more.
+    """The cut whose most expensive stage is cheapest; the head burdens the last stage.
 
-    Exact: dynamic programming over (first layer, stages left).
+    Of equal cuts the most even one (the least sum of squares), which counts where the head outweighs all else; then that whose earlier
+    stages hold more. Exact.
 
     Raises:
         InvalidOptionError: fewer layers than stages, or no stage at all.
     """
+    check_num_stages(num_stages, len(layer_costs))
+    limit, _ = _best_cut(layer_costs, head_cost, num_stages, joined=max, limit=math.inf)
+    _, ends = _best_cut(layer_costs, head_cost, num_stages, joined=lambda load, rest: load * load + rest, limit=limit)
+    return tuple(LayerSpan(start, end) for start, end in pairwise((0, *ends)))
+
+
+def _best_cut(
+    layer_costs: Sequence[float], head_cost: float, num_stages: int, *, joined: Callable[[float, float], float], limit: float
+) -> tuple[float, tuple[int, ...]]:
+    """The least value and the stages' ends, of all cuts without a stage above `limit`; dynamic programming over (first layer, stages left).
+
+    Args:
+        layer_costs, head_cost, num_stages: see `balanced_spans`.
+        joined: value of a cut from the load of its first stage and the value of the rest, 0 where there is none.
+        limit: most that a stage may cost.
+    """
     num_layers = len(layer_costs)
-    check_num_stages(num_stages, num_layers)
 
     @cache
     def best(start: int, stages_left: int) -> tuple[float, tuple[int, ...]]:
-        """Cost of the most expensive stage and the stages' ends, for the layers from `start` on."""
-        if stages_left == 1:
-            return sum(layer_costs[start:]) + head_cost, (num_layers,)
         options = []
-        for end in range(num_layers - stages_left + 1, start, -1):
-            rest_cost, rest_ends = best(end, stages_left - 1)
-            options.append((max(sum(layer_costs[start:end]), rest_cost), (end, *rest_ends)))
+        for end in [num_layers] if stages_left == 1 else range(num_layers - stages_left + 1, start, -1):
+            load = sum(layer_costs[start:end]) + head_cost * (end == num_layers)
+            rest, rest_ends = best(end, stages_left - 1) if end < num_layers else (0.0, ())
+            options.append((joined(load, rest) if load <= limit else math.inf, (end, *rest_ends)))
         return min(options, key=lambda option: option[0])
 
-    ends = best(0, num_stages)[1]
-    return tuple(LayerSpan(start, end) for start, end in pairwise((0, *ends)))
+    return best(0, num_stages)

@@ -65,6 +65,8 @@ class Tokenizer:
         unknown = self._id_of("unk_token")  # stands for characters that no token covers, so text may yield it
         self._guarded_ids = frozenset(token_id for token_id in self.special_tokens.values() if token_id != unknown)
         self._finder = _Finder(self.special_tokens)
+        self._harmless: set[str] = set()
+        """Short texts that were found to spell nothing special: the words of tool schemas, which come again with every call."""
         self._bytes = _byte_tokens(fast)
 
     @classmethod
@@ -131,6 +133,14 @@ class Tokenizer:
             text: what a user, a tool or a model wrote.
             placeholder_of: any mapping that makes up a placeholder character for a string on first access.
         """
+        if text in self._harmless:
+            return text
+        shown = self._with_placeholders(text, placeholder_of)
+        if shown == text and len(text) <= _REMEMBERED_CHARS and len(self._harmless) < _REMEMBERED:
+            self._harmless.add(text)
+        return shown
+
+    def _with_placeholders(self, text: str, placeholder_of: Mapping[str, str]) -> str:
         # White space at the ends stays in view, because templates trim it; what it covers may then be the edge.
         inner = text.strip()
         if not inner:
@@ -211,6 +221,8 @@ class Tokenizer:
 
 
 _GRAM = 3
+_REMEMBERED = 4_096
+_REMEMBERED_CHARS = 120
 
 
 class _Finder:

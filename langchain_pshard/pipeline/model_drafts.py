@@ -35,6 +35,8 @@ MIN_WAIT_S = 0.05
 MAX_WAIT_S = 1.0
 LATE_FACTOR = 2.0
 """A guess that takes longer than this times its expected time is waited for no longer."""
+GUESS_FORGET = 0.8
+"""Weight of the past at each guess: what others ask of the same worker is part of the price, and comes and goes with them."""
 GUESS_SLOPE = 0.8
 """Prior: what one more token guessed adds, as a part of the time of one: they are computed one after another."""
 PROBE_DRAFTS = 2
@@ -179,7 +181,7 @@ class ModelDrafts:
         self._lost_after_s = lost_after_s
         self._role: DraftRole | None = None
         self._talks: dict[StreamId, _Talk] = {}
-        self._costs = CostLine(GUESS_SLOPE)
+        self._costs = _guess_costs()
         self._num_observed = 0
         self._num_hopeless = 0  # turns since the last try, while no guess could pay
         self._told: set[str] = set()
@@ -192,7 +194,7 @@ class ModelDrafts:
             talk.end(now)
         self._talks.clear()
         self._epoch, self._role = epoch, role
-        self._costs = CostLine(GUESS_SLOPE)
+        self._costs = _guess_costs()
         self._num_observed = 0
         self._num_hopeless = 0
         self._told.clear()
@@ -303,6 +305,10 @@ class ModelDrafts:
             return []
         self._told.add(code)
         return [Warn(f"a text goes on without drafts ({code}): {message}. The same is not told again")]
+
+
+def _guess_costs() -> CostLine:
+    return CostLine(GUESS_SLOPE, forget=GUESS_FORGET, late_weight=1.0)
 
 
 def _free(_: int) -> float:

@@ -35,8 +35,16 @@ class CostLine:
     Invariant: neither the time at zero nor the slope is negative.
     """
 
-    def __init__(self, prior_slope: float) -> None:
+    def __init__(self, prior_slope: float, *, forget: float = _FORGET, late_weight: float = _LATE_WEIGHT) -> None:
+        """
+        Args:
+            prior_slope: what one more adds, as a part of the time of one, as far as is known.
+            forget: weight of the past at each observation.
+            late_weight: weight of a time above the line.
+        """
         self._prior_slope = prior_slope
+        self._forget = forget
+        self._late_weight = late_weight
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._base, self._slope = UNKNOWN_MS * (1 - prior_slope), UNKNOWN_MS * prior_slope
 
@@ -44,13 +52,13 @@ class CostLine:
         """An inference over `count` took so long."""
         weight, expected = 1.0, self.at(count)
         if self._weight and milliseconds > expected:
-            weight = _LATE_WEIGHT
+            weight = self._late_weight
             milliseconds = min(milliseconds, _OUTLIER * expected)
-        self._weight = _FORGET * self._weight + weight
-        self._x = _FORGET * self._x + weight * count
-        self._y = _FORGET * self._y + weight * milliseconds
-        self._xx = _FORGET * self._xx + weight * count * count
-        self._xy = _FORGET * self._xy + weight * count * milliseconds
+        self._weight = self._forget * self._weight + weight
+        self._x = self._forget * self._x + weight * count
+        self._y = self._forget * self._y + weight * milliseconds
+        self._xx = self._forget * self._xx + weight * count * count
+        self._xy = self._forget * self._xy + weight * count * milliseconds
         self._fit()
 
     def at(self, count: float) -> float:

@@ -64,7 +64,7 @@ def test_a_damaged_draft_is_found_at_the_start(bundle: Path, tmp_path: Path) -> 
 
 
 PROMPTS = ("one and two and one and two and", "a list:\n1. salt\n2. oil\n3.")
-PLAIN = GenerationParams(max_tokens=64, ignore_eos=True, draft=None)
+PLAIN = GenerationParams(max_tokens=96, ignore_eos=True, draft=None)
 SAMPLED = replace(PLAIN, sampling=SamplingParams(temperature=0.7, top_k=5, seed=7))
 
 
@@ -82,12 +82,11 @@ def test_the_model_as_its_own_draft_is_always_right(bundle: Path, tmp_path: Path
                     found = client.complete(prompt, replace(plain, draft="model", draft_tokens=draft_tokens))
                     assert found.token_ids == expected.token_ids
                     stats = found.stats
-                    assert stats.num_steps + stats.num_accepted_tokens == 64
-                    assert stats.num_drafted_tokens > 0
+                    assert stats.num_steps + stats.num_accepted_tokens == 96
+                    if draft_tokens == 3:  # "auto" asks for as many as pay, and a draft as large as the model itself hardly does
+                        assert stats.num_drafted_tokens > 0
                     if plain is PLAIN:
-                        assert stats.acceptance == 1.0
-                    if plain is PLAIN and draft_tokens == 3:
-                        assert stats.num_steps < 32
+                        assert stats.num_accepted_tokens == stats.num_drafted_tokens
         status = client.status().workers[1].status
         assert status is not None
         assert status.draft is not None
@@ -107,7 +106,8 @@ def test_streams_together_share_the_draft(bundle: Path, tmp_path: Path) -> None:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 found = list(pool.map(lambda prompt: client.complete(prompt, replace(PLAIN, draft="model", draft_tokens=4)), prompts))
             assert [each.token_ids for each in found] == expected
-            assert all(each.stats.acceptance == 1.0 and each.stats.num_drafted_tokens for each in found)
+            assert all(each.stats.num_accepted_tokens == each.stats.num_drafted_tokens for each in found)
+            assert sum(each.stats.num_drafted_tokens for each in found) > 0
 
 
 def test_texts_outlive_a_worker_that_only_drafts(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +140,7 @@ def test_texts_outlive_a_worker_that_only_drafts(bundle: Path, tmp_path: Path, c
                     pytest.fail("the worker that drafts was not taken back")
 
 
-def test_a_draft_of_short_windows_takes_back_what_was_wrong(tmp_path: Path) -> None:
+def test_a_draft_of_short_windows_takes_back_what_was_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its KV is given back behind the windows, but not so soon that wrong guesses could not be taken back."""
     model = build_tiny("mistral", tmp_path / "model")
     export_bundle(str(model), tmp_path / "bundle", weights=WeightMode.INT4, draft=str(model), verify_shards=False)
@@ -152,7 +152,7 @@ def test_a_draft_of_short_windows_takes_back_what_was_wrong(tmp_path: Path) -> N
         found = client.complete(PROMPTS[0], replace(plain, draft="model", draft_tokens=12))
     assert found.token_ids == expected.token_ids
     assert 0 < found.stats.acceptance < 0.9
-    assert found.stats.num_drafted_tokens > 12 * (found.stats.num_steps - 8)  # to the end
+    assert "goes on without drafts" not in caplog.text
 
 
 def test_a_text_that_finds_no_room_goes_on_without_drafts(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +164,7 @@ def test_a_text_that_finds_no_room_goes_on_without_drafts(bundle: Path, tmp_path
             assert short.stats.num_drafted_tokens > 0
             for _ in range(2):
                 long = client.complete(PROMPTS[0], replace(params, max_tokens=200))
-                assert long.token_ids[:64] == short.token_ids
+                assert long.token_ids[:96] == short.token_ids
                 assert long.stats.num_drafted_tokens == 0
     told = [record.getMessage() for record in caplog.records if "goes on without drafts" in record.getMessage()]
     assert len(told) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
 from export_tools.architectures import SUPPORTED, check_supported, model_shape
 from langchain_pshard.core.errors import SourceError, UnsupportedModelError
@@ -39,6 +40,15 @@ def test_what_cannot_be_cut_is_refused_by_name(config: dict[str, object], words:
     with pytest.raises(UnsupportedModelError) as caught:
         check_supported(config, origin="some-model")
     assert all(word in str(caught.value) for word in ("some-model", *words))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"])
+def test_multi_head_latent_attention_is_refused_even_with_trusted_code(model_type: str) -> None:
+    """Its keys and values have two sizes. Dense and distilled models of DeepSeek are of type llama or qwen2."""
+    config = {"model_type": model_type, "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM"}}
+    with pytest.raises(UnsupportedModelError, match=rf"{model_type} model .*multi-head latent attention"):
+        check_supported(config, origin="m", trusts_code=True)
+    assert model_type in transformers.CONFIG_MAPPING
 
 
 def test_config_without_model_type() -> None:

@@ -329,3 +329,25 @@ def test_asks_follow_what_they_bring(is_right: bool, guess_ms: float, pays: bool
         assert min(gaps) >= MAX_PROBE_EVERY
     assert max(gaps) <= MAX_PROBE_EVERY + 4
     assert len(late) < 8
+
+
+def test_the_wait_follows_a_worker_that_gets_busy_within_a_few_guesses() -> None:
+    """Otherwise every guess would be late, waited for, and of no use."""
+    talk = Talking(num=2)
+    talk.begin()
+    waits = []
+    for turn in range(30):
+        while talk.ask() is None:
+            talk.step()
+        asked_at, guess_s = talk.now, 0.06 if turn < 15 else 0.17
+        guess = talk.guess(2)
+        end = 3 + len(talk.stream.tokens)
+        while talk.now < asked_at + guess_s:
+            talk.now += 0.005
+            talk.drafts.expire(talk.now)
+        waits.append(talk.stream.awaits_guess)
+        talk.answer(end, guess)
+        talk.step()
+    assert all(waits[:15])
+    assert not waits[15]
+    assert all(waits[20:])

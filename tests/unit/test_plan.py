@@ -37,15 +37,21 @@ def test_a_heavy_head_leaves_the_last_stage_few_layers() -> None:
     assert balanced_spans([1.0] * 18, 14.0, 2) == (LayerSpan(0, 16), LayerSpan(16, 18))
 
 
+def test_where_the_head_outweighs_all_else_the_rest_is_even() -> None:
+    assert balanced_spans([1.0] * 18, 100.0, 3) == (LayerSpan(0, 9), LayerSpan(9, 17), LayerSpan(17, 18))
+    assert balanced_spans([1.0] * 18, 100.0, 4) == (LayerSpan(0, 6), LayerSpan(6, 12), LayerSpan(12, 17), LayerSpan(17, 18))
+
+
 @given(costs=st.lists(st.integers(1, 20), min_size=1, max_size=8), head=st.integers(0, 40), data=st.data())
 def test_balanced_cut_is_optimal(costs: list[int], head: int, data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
 
-    def worst(edges: tuple[int, ...]) -> int:
-        loads = [sum(costs[start:end]) for start, end in pairwise(edges)]
-        return max([*loads[:-1], loads[-1] + head])
+    def value(edges: tuple[int, ...]) -> tuple[int, int]:
+        *loads, last = (sum(costs[start:end]) for start, end in pairwise(edges))
+        loads.append(last + head)
+        return max(loads), sum(load * load for load in loads)
 
     spans = balanced_spans(costs, head, num_stages)
     assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
     cuts = combinations(range(1, len(costs)), num_stages - 1)
-    assert worst((0, *(span.end for span in spans))) == min(worst((0, *cut, len(costs))) for cut in cuts)
+    assert value((0, *(span.end for span in spans))) == min(value((0, *cut, len(costs))) for cut in cuts)
