@@ -33,8 +33,10 @@ LEAST_RATIO = 0.90
 MOST_FORCED = 0.10
 SAMPLINGS = {"greedy": SamplingParams(), "drawn": SamplingParams(temperature=0.8, seed=1)}
 
-PROSE: dict[str, Any] = {"type": "array", "items": {"type": "string", "minLength": 60, "maxLength": 120}, "minItems": 100}
-"""Nearly every token is the model's choice, and the mask is at its dearest: near the bound of a string all tokens have to be measured."""
+PROSE: dict[str, Any] = {"type": "array", "items": {"type": "string", "minLength": 120, "maxLength": 240}, "minItems": 100}
+"""Nearly every token is the model's choice, and the grammar is at its dearest: near the bound of a string a mask measures all tokens. The
+strings are long because what is forced between them makes steps of another number of rows, and each change of that number costs OpenVINO
+4 ms on 16 layers of Gemma 3 270M (8 rows: 7 ms), whatever asked for it."""
 RECORD: dict[str, Any] = {
     "type": "object",
     "properties": {
