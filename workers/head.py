@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from langchain_pshard.core.codec import pack_tokens
 from langchain_pshard.core.errors import GrammarError, InferenceError
 from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import SliceKind, SliceResult
@@ -102,7 +102,7 @@ class Head:
         """
         assert len(logits) == sum(piece.num_sampled for piece in slices), "one row of logits per sampled position"
         # One call for all rows: most streams are greedy, and argmax over rows costs no more than over one.
-        highest = logits.argmax(axis=1).astype("<i4") if len(logits) else np.empty(0, "<i4")
+        highest: list[int] = logits.argmax(axis=1).tolist() if len(logits) else []
         _check_rows(logits, highest, slices)
         results: list[SliceResult] = []
         row = 0
@@ -113,27 +113,27 @@ class Head:
             rows = slice(row, row + piece.num_sampled)
             row += piece.num_sampled
             if stream.is_plain and stream.matcher is None:
-                results.append(SliceResult(piece.key.stream, highest[rows].tobytes()))
+                results.append(SliceResult(piece.key.stream, pack_tokens(highest[rows])))
             else:
                 results.append(_sample_rows(stream, piece, logits[rows], highest[rows]))
         return results
 
 
-def _check_rows(logits: Logits, highest: npt.NDArray[np.int32], slices: Sequence[RunSlice]) -> None:
+def _check_rows(logits: Logits, highest: Sequence[int], slices: Sequence[RunSlice]) -> None:
     """Refuse rows that cannot be sampled. The highest logit tells: argmax prefers NaN to any number."""
-    tops = np.abs(logits[np.arange(len(logits)), highest])
-    if (tops <= MAX_LOGIT).all():
-        return
-    row = int(np.flatnonzero(~(tops <= MAX_LOGIT))[0])
-    ends = np.cumsum([piece.num_sampled for piece in slices])
-    stream = slices[int(np.searchsorted(ends, row, side="right"))].key.stream
-    raise InferenceError(
-        f"the logits of stream {stream} are not finite (the highest is {tops[row]}): the weights are damaged, or a number in the model's"
-        " layers grew out of range; try --numerics exact, or another prompt"
-    )
+    for row, token in enumerate(highest):
+        top = logits.item(row, token)
+        if abs(top) <= MAX_LOGIT:  # not so for NaN
+            continue
+        ends = np.cumsum([piece.num_sampled for piece in slices])
+        stream = slices[int(np.searchsorted(ends, row, side="right"))].key.stream
+        raise InferenceError(
+            f"the logits of stream {stream} are not finite (the highest is {top}): the weights are damaged, or a number in the model's"
+            " layers grew out of range; try --numerics exact, or another prompt"
+        )
 
 
-def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest: npt.NDArray[np.int32]) -> SliceResult:
+def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest: Sequence[int]) -> SliceResult:
     """Sample the trailing rows of one slice, [num_sampled, vocab], one by one, each among what its grammar allows.
 
     Args:
@@ -153,16 +153,15 @@ def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest
             if params.top_logprobs is not None:
                 row = matcher.masked(row)  # log-probabilities are of what may come
         history = stream.until(first + offset) if stream.has_penalties else _NO_HISTORY
-        tokens.append(_sample_row(stream, row, int(highest[offset]), first + offset, history))
+        tokens.append(_sample_row(stream, row, highest[offset], first + offset, history))
         if params.top_logprobs is not None:
             logprobs.append(token_logprobs(row, tokens[-1], params, history))
-    encoded = np.array(tokens, dtype="<i4").tobytes()
     forced = matcher.forced_after(piece, tokens) if matcher is not None else []
     return SliceResult(
         piece.key.stream,
-        encoded,
+        pack_tokens(tokens),
         None if params.top_logprobs is None else tuple(logprobs),
-        np.array(forced, dtype="<i4").tobytes(),
+        pack_tokens(forced),
     )
 
 

