@@ -11,7 +11,7 @@ lock        held by the running export; the system lets go of it when the proces
 ```
 
 A shard is written under another name, flushed, renamed, and only then recorded; the manifest is written when all are there, and the
-rename onto the target comes last. So a kill at any time leaves either no record or a whole shard, and never something that loads.
+rename onto the target comes last. So a kill at any time leaves either no record or a whole shard, and never something half made that loads.
 """
 
 from __future__ import annotations
