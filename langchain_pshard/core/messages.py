@@ -22,7 +22,7 @@ from langchain_pshard.core.numerics import Numerics, TensorSpec
 from langchain_pshard.core.roles import DraftOffer, EngineStatus, StageOffer, StageStatus
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 ClientId = NewType("ClientId", str)
 """Random, one per client object; keeps the streams of several clients apart."""
