@@ -77,6 +77,11 @@ def main() -> int:
         for name, function in BENCHES.items():
             console.print(f"{name:14} {_description(function)}", highlight=False)
         return 0
+    if options.json is not None:
+        try:
+            options.json.open("a").close()  # before minutes of work, not after them
+        except OSError as error:
+            parser.error(f"--json {options.json}: cannot be written ({error.strerror})")
     try:
         report = BENCHES[options.name](Console(stderr=True))
     except KeyboardInterrupt:

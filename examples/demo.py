@@ -154,11 +154,12 @@ def answer(model: ChatPShard) -> AIMessage:
 
 def show_stages(manifest: Manifest, fleet: LocalFleet, reply: AIMessage) -> None:
     """One row a stage, and the figures a user asks for first."""
+    assert reply.usage_metadata is not None
     timings = reply.response_metadata["timings"]
     table = Table("stage", "worker", "layers", "MiB", "ms per token")
     for idx, stage in enumerate(manifest.stages):
         worker = f"pid {fleet.pids[idx]} at {fleet.addresses[idx]}"
-        ms_per_token = timings["stage_compute_ms"][idx] / timings["num_steps"]
+        ms_per_token = timings["stage_compute_ms"][idx] / reply.usage_metadata["output_tokens"]  # a step may bring several
         table.add_row(str(idx), worker, str(stage.span), f"{stage.num_bytes / 2**20:.0f}", f"{ms_per_token:.2f}")
     Console().print(table)
     print(f"{timings['tokens_per_s']:.1f} tok/s, time to first token {timings['first_token_ms']:.0f} ms", flush=True)

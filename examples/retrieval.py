@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("question", nargs="?", default="How is a worker started?")
     options.add_argument("--folder", type=Path, default=Path("docs"), help=f"searched below, for files that end in {', '.join(SUFFIXES)}")
     asked = options.parse_args(arguments)
+    if not asked.question.strip():
+        options.error("the question is empty")
     found = retriever_of(asked.folder).invoke(asked.question)
     if not found:
         print(f"error: no text in {asked.folder}; it is searched for {', '.join(SUFFIXES)}", file=sys.stderr)

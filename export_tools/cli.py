@@ -9,14 +9,20 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import click
-from rich.console import Console
-
-from export_tools.display import JsonProgress, as_json, rich_progress, summary
-from export_tools.plan_command import plan
-from export_tools.progress import Progress
 from langchain_pshard.core.bundle import Manifest, WeightMode
 from langchain_pshard.core.errors import MissingExtraError, PShardError
+
+try:
+    import click
+    from rich.console import Console
+
+    from export_tools.display import JsonProgress, as_json, rich_progress, summary
+    from export_tools.plan_command import plan
+    from export_tools.progress import Progress
+except ModuleNotFoundError as error:  # a base install has the command but not what it needs
+    if error.name not in {"click", "rich"}:
+        raise
+    sys.exit(f"error: {MissingExtraError('pshard-export', 'export')}")
 
 _MODES = click.Choice([mode.value for mode in WeightMode])
 _HEAVY_PACKAGES = frozenset({"gguf", "huggingface_hub", "openvino", "safetensors", "torch", "transformers"})

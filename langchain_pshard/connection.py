@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from langchain_pshard.core.errors import ClosedError
+from langchain_pshard.core.errors import ClosedError, PShardError
 from langchain_pshard.prompt import Prompter
 
 if TYPE_CHECKING:
@@ -49,7 +49,13 @@ class Connection:
         with ExitStack() as stack:
             self._fleet = None if settings.bundle is None else stack.enter_context(_local_fleet(settings, settings.bundle))
             workers = sorted(settings.workers) if self._fleet is None else list(self._fleet.addresses)
-            self.client: PipelineClient = stack.enter_context(PipelineClient.connect(workers, connect_timeout_s=settings.connect_timeout_s))
+            self.client: PipelineClient = stack.enter_context(
+                PipelineClient.connect(
+                    workers,
+                    connect_timeout_s=settings.connect_timeout_s,
+                    on_lost=None if self._fleet is None else self._mend_behind,
+                )
+            )
             self.prompter = Prompter(self.client.tokenizer)
             self._parts = stack.pop_all()
 
@@ -67,6 +73,17 @@ class Connection:
         if self._fleet is not None and not self._fleet.is_whole:
             _log.warning("a local worker has died: starting it again")
             self._fleet.revive()
+
+    def _mend_behind(self, _error: PShardError) -> bool:
+        """The chain is lost: calls that wait for it can go on only when a dead worker of ours is back, and they start nothing."""
+        threading.Thread(target=self._try_to_mend, name="pshard-mend", daemon=True).start()
+        return True
+
+    def _try_to_mend(self) -> None:
+        try:
+            self.mend()
+        except PShardError as error:
+            _log.warning("a local worker has died and could not be started again; the next call tries once more: %s", error)
 
     def close(self) -> None:
         self._parts.close()
@@ -101,6 +118,9 @@ class _Entry:
         with self.lock:
             if self.is_released:
                 raise ClosedError("the chat model was closed while a call was connecting")
+            if self.connection is not None and not self.connection.client.is_open:
+                self.connection.close()  # it failed inside: one bad call must not be the last one
+                self.connection = None
             if self.connection is None:
                 self.connection = Connection(self.settings)
             self.connection.mend()

@@ -172,7 +172,10 @@ def _grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
         case {"type": "json_object"}:
             return _json_grammar({"type": "object"})
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return _json_grammar(finite(schema))
+            try:
+                return _json_grammar(finite(schema))
+            except RecursionError as error:
+                raise InvalidOptionError("the JSON schema of response_format is nested too deep: name inner parts in its $defs") from error
         case {"type": "regex", "regex": str(pattern)}:
             return Grammar(GrammarKind.REGEX, pattern)
         case {"type": "lark", "lark": str(text)}:

@@ -24,7 +24,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """The whole text of a generation conforms to it, and the generation ends when it is complete.
 
     Raises:
-        GrammarError: the text is empty or longer than `MAX_GRAMMAR_BYTES`.
+        GrammarError: the text is empty, longer than `MAX_GRAMMAR_BYTES`, or not Unicode (a lone surrogate).
     """
 
     kind: GrammarKind
@@ -32,6 +32,11 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """A JSON schema as JSON, a regular expression for the whole text, or a Lark grammar whose first rule is `start`."""
 
     def __post_init__(self) -> None:
-        num_bytes = len(self.text.encode("utf-8", errors="surrogatepass"))
+        try:
+            num_bytes = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise GrammarError(
+                f"a grammar ({self.kind.value}) with {self.text[error.start]!r} at {error.start}: half a character, which no text can have"
+            ) from error
         if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:
             raise GrammarError(f"a grammar ({self.kind.value}) of {num_bytes} bytes; valid: 1 to {MAX_GRAMMAR_BYTES}")

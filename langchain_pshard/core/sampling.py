@@ -20,6 +20,7 @@ Weights = npt.NDArray[np.float32]
 
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 _MIN_TEMPERATURE = 1e-30
 """Below, float32 has no such number, and nothing changes: all but the highest logits have weight 0 long before."""
 
@@ -52,8 +53,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None: no log-probabilities; n: those of the chosen token and of the n most likely ones."""
 
     def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            _check_kind(name, getattr(self, name))
         _check("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "0 to 100")
-        _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _check("top_k", self.top_k, 0 <= self.top_k <= MAX_TOP_K, f"0 (off) to {MAX_TOP_K}")
         _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0, at most 1")
         _check("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "0 or more, below 1")
         _check("repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 10.0, "0.01 to 10")
@@ -75,6 +78,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def is_narrowed(self) -> bool:
         """Whether only some of the tokens may be drawn."""
         return self.top_k != 0 or self.top_p != 1.0 or self.min_p != 0.0
+
+
+_WHOLE = frozenset({"top_k", "seed", "top_logprobs"})
+
+
+def _check_kind(name: str, value: object) -> None:
+    """Only numbers that every worker reads as what they are: it would drop a message with anything else unseen."""
+    if name == "top_logprobs" and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else int | float):
+        raise InvalidOptionError(f"{name}={value!r} is no {'whole ' if name in _WHOLE else ''}number")
 
 
 def _check(name: str, value: float, is_valid: bool, valid: str) -> None:

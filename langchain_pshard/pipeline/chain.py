@@ -157,7 +157,7 @@ _REMEDIES = {
     "device": "start all workers with the same --device",
     "openvino": "install the same version of openvino everywhere",
     "inference_precision": "start all workers with --numerics exact, which every machine can do",
-    "kv_precision": "start all workers with --numerics exact, which every machine can do",
+    "kv_precision": "start all workers with the same --kv-precision",
     "boundary": "start all workers with the same --activation",
 }
 

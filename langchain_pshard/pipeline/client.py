@@ -103,6 +103,7 @@ class PipelineClient:
         connect_timeout_s: float = 30.0,
         options: ClientOptions = _DEFAULT_OPTIONS,
         hub_factory: Callable[[], Hub] = ZmqHub,
+        on_lost: Callable[[PShardError], bool] | None = None,
     ) -> PipelineClient:
         """Find the workers, join them into a chain, and get manifest and tokenizer from the first stage (or the cache).
 
@@ -111,6 +112,7 @@ class PipelineClient:
             connect_timeout_s: longest wait for all of them, now and whenever the client connects anew.
             options: the client's other bounds.
             hub_factory: the transport.
+            on_lost: hears why, whenever the chain is lost, in the client's own thread: it must not block. What it returns is ignored.
 
         Raises:
             InvalidOptionError: no address, one twice, or one that is none.
@@ -121,7 +123,7 @@ class PipelineClient:
         addresses = _addresses(workers)
         if not connect_timeout_s > 0:
             raise InvalidOptionError(f"connect_timeout_s={connect_timeout_s} is out of range; valid: above 0")
-        make_session = functools.partial(_session, addresses, connect_timeout_s, options)
+        make_session = functools.partial(_session, addresses, connect_timeout_s, options, on_lost)
         reactor = Reactor(hub_factory(), make_session)
         try:
             chain = _connected(reactor)
@@ -132,6 +134,11 @@ class PipelineClient:
         except BaseException:
             reactor.close()
             raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made: not when it was closed, or has failed inside."""
+        return self._reactor.is_open
 
     @property
     def chain(self) -> Chain:
@@ -328,7 +335,13 @@ def _addresses(workers: Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
-def _session(addresses: tuple[str, ...], connect_timeout_s: float, options: ClientOptions, now: float) -> Session:
+def _session(
+    addresses: tuple[str, ...],
+    connect_timeout_s: float,
+    options: ClientOptions,
+    on_lost: Callable[[PShardError], bool] | None,
+    now: float,
+) -> Session:
     return Session(
         ClientId(secrets.token_hex(8)),
         addresses,
@@ -336,6 +349,7 @@ def _session(addresses: tuple[str, ...], connect_timeout_s: float, options: Clie
         connect_timeout_s=connect_timeout_s,
         options=options,
         now=now,
+        on_lost=on_lost,
     )
 
 

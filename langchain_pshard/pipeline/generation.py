@@ -50,8 +50,11 @@ class GenerationParams:
     """Drafts a step; `auto` sends as many as pay, by measured acceptance and times."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidOptionError(f"max_tokens={self.max_tokens} is out of range; valid: 1 or more, or None")
+        if self.max_tokens is not None and not (isinstance(self.max_tokens, int) and self.max_tokens >= 1):
+            raise InvalidOptionError(f"max_tokens={self.max_tokens!r} is out of range; valid: 1 or more, or None")
+        stop: object = self.stop
+        if isinstance(stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise InvalidOptionError(f"stop={stop!r} is no tuple of strings")
         if any(not text for text in self.stop):
             raise InvalidOptionError("stop contains an empty string, which would end every text at once; remove it")
         if not isinstance(self.prefix_cache, bool) and self.prefix_cache != "all":
@@ -60,8 +63,8 @@ class GenerationParams:
             raise InvalidOptionError(f"draft={self.draft!r} is unknown; valid: 'auto', 'ngram', 'model', None")
         if self.draft_tokens != "auto" and not _is_draft_count(self.draft_tokens):
             raise InvalidOptionError(f"draft_tokens={self.draft_tokens!r} is out of range; valid: 'auto', or 1 to {MAX_DRAFT_TOKENS}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise InvalidOptionError(f"timeout_s={self.timeout_s} is out of range; valid: above 0, or None")
+        if self.timeout_s is not None and not (isinstance(self.timeout_s, int | float) and self.timeout_s > 0):
+            raise InvalidOptionError(f"timeout_s={self.timeout_s!r} is out of range; valid: above 0, or None")
 
 
 def _is_draft_count(value: object) -> bool:

@@ -17,11 +17,20 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Self
 
 from langchain_pshard.core.bundle import load_manifest
-from langchain_pshard.core.errors import ClosedError, FleetError, InvalidOptionError, PShardError, WorkerUnreachableError, error_from_code
+from langchain_pshard.core.errors import (
+    ClosedError,
+    FleetError,
+    InvalidOptionError,
+    MissingExtraError,
+    PShardError,
+    WorkerUnreachableError,
+    error_from_code,
+)
 
 CLOSE_TIMEOUT_S = 5.0
 _TAIL_LINES = 20
@@ -68,8 +77,11 @@ class LocalFleet:
             BundleError: no usable bundle, or one of its files is damaged.
             InvalidOptionError: an option the workers do not know, or `drafts` for a bundle without a draft model.
             WorkerUnreachableError: a worker was not ready in time.
+            MissingExtraError: what workers need is not installed.
             FleetError: a worker ended before it was ready; a class of its own when the worker said why.
         """
+        if find_spec("openvino") is None:
+            raise MissingExtraError("a fleet of local workers", "worker")
         manifest = load_manifest(bundle)
         num_stages = manifest.num_stages
         if drafts and manifest.draft is None:
@@ -77,13 +89,20 @@ class LocalFleet:
                 f"draft='model' needs a draft model, and {bundle} holds none: export it again with pshard-export --draft MODEL; without:"
                 " 'auto', 'ngram', None"
             )
+        runner = runner or manifest.best_runner
+        if drafts and manifest.draft is not None and runner not in manifest.draft.runners:
+            raise InvalidOptionError(
+                f"the bundle's draft model, {manifest.draft.model_name}, cannot run beside a stage on the {runner} runner; valid there:"
+                f" {', '.join(manifest.draft.runners)}. Start a worker of its own for it (`pshard-worker {bundle} --draft --runner"
+                f" {manifest.draft.runners[0]}`) and name all workers"
+            )
         if num_threads is not None and num_threads < 1:
             raise InvalidOptionError(f"num_threads={num_threads} is out of range; valid: 1 or more, or None")
         self._bundle = bundle
         options = _options(
             {
                 "threads": num_threads or max(1, _num_cores() // num_stages),
-                "runner": runner or manifest.best_runner,
+                "runner": runner,
                 "numerics": numerics,
                 "kv-memory": kv_memory,
                 "kv-precision": kv_precision,

@@ -56,6 +56,8 @@ class _Member:
     is_joined: bool = False
     is_away: bool = False
     """A worker without stages that went away, or has not come back."""
+    is_told: bool = False
+    """The log says that somebody else is there now."""
 
 
 class Membership:
@@ -130,7 +132,7 @@ class Membership:
                 member.is_joined = True
                 self._become_ready_if_joined(now)
             case Joined(request=request) if self.phase is Phase.READY and request == member.request and member.is_away:
-                member.is_away = False
+                member.is_away = member.is_told = False
                 member.is_joined = True
                 self._liveness.add(address, now)
             case Refused(request=request) if request == member.request and self.phase in (Phase.GREETING, Phase.JOINING):
@@ -263,8 +265,17 @@ class Membership:
     def _ask_back(self, address: str, member: _Member, welcome: Welcome) -> list[Instruction]:
         """A worker without stages is there again: it joins if it is still what the chain knows it as."""
         assert self.chain is not None
-        is_same = welcome.fingerprint == self.chain.fingerprint and not welcome.stages
-        return [self._join(address, member)] if is_same else []
+        if welcome.fingerprint == self.chain.fingerprint and not welcome.stages and welcome.draft is not None:
+            return [self._join(address, member)]
+        if member.is_told:
+            return []
+        member.is_told = True
+        return [
+            Warn(
+                f"the worker at {address} does not serve this model's draft any more ({welcome.model_name} {welcome.fingerprint[:12]},"
+                f" {len(welcome.stages)} stages): texts go on without drafts until one that does is back"
+            )
+        ]
 
     def _hello(self, address: str) -> Send:
         return Send(address, Hello(request=self._members[address].request, protocol=PROTOCOL_VERSION, software=self._software))

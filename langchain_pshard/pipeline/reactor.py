@@ -49,6 +49,11 @@ class Reactor:
         self._thread.start()
 
     @property
+    def is_open(self) -> bool:
+        """Whether anything that is posted will be done."""
+        return not (self._is_stopping or self._is_closed)
+
+    @property
     def chain(self) -> Chain | None:
         """The chain joined last."""
         return self._session.chain

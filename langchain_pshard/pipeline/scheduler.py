@@ -29,6 +29,9 @@ ROW_BUDGET = 128
 """Decode rows per micro-batch, drafts included."""
 STALL_MS = 60.0
 """Longest time that prompts may add to a step while others decode: a reader does not notice it."""
+SILENCE_MS = 2_000.0
+"""Longest time of an inference over prompts, where nobody waits for it: a worker answers pings between inferences only, and counts as lost
+when it is silent for several seconds (`ClientOptions.liveness_timeout_s`)."""
 SPLIT_MS = 1.5
 """One more group has to make a cycle shorter by this: each costs client and workers another step, which the times of stages do not show
 (2 streams of Gemma 3 270M on two cores: a cycle of 14 ms together, 16 ms alternating)."""
@@ -179,10 +182,11 @@ def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
 
 
 def _prefill_budget(now: Situation, costs: StepCosts) -> int:
-    if not now.num_decoding:
-        return PREFILL_BUDGET_TOKENS
+    if not costs.knows_prompts:
+        return MIN_CHUNK_TOKENS  # on a large model and a slow machine, 256 tokens may take a minute
     line = costs.slowest_prompt()
-    affordable = (STALL_MS - line.base_ms) / line.slope_ms if line.slope_ms > 0 else PREFILL_BUDGET_TOKENS
+    limit_ms = STALL_MS if now.num_decoding else SILENCE_MS
+    affordable = (limit_ms - line.base_ms) / line.slope_ms if line.slope_ms > 0 else PREFILL_BUDGET_TOKENS
     return round(min(max(affordable, MIN_CHUNK_TOKENS), PREFILL_BUDGET_TOKENS))
 
 

@@ -70,8 +70,11 @@ class Session:
         connect_timeout_s: float,
         options: ClientOptions,
         now: float,
+        on_lost: Callable[[PShardError], bool] | None = None,
     ) -> None:
+        """`on_lost` hears of every chain that is given up, and why; whoever waits goes on waiting for the workers to come back."""
         self._client = client
+        self._on_lost = on_lost
         self._addresses = tuple(addresses)
         self._options = options
         self._request_ids = itertools.count(1)
@@ -196,6 +199,8 @@ class Session:
         if (failure := self._membership.failure) is not None:
             self._membership.failure = None
             out += self._end_all(failure, with_waiting=not self._can_rejoin(failure))
+            if self._on_lost is not None:
+                out.append(Deliver(self._on_lost, failure))
         if self._membership.phase is Phase.OFFLINE and (self._admission.num_waiting or self._connecting):
             out += self._membership.connect(now)
         if self._membership.phase is Phase.READY:
@@ -287,7 +292,7 @@ class Session:
         if stream_id is None or stream_id not in self._admission.opening:
             return []
         error = error_from_code(message.code, f"the worker at {address} refused: {message.message}")
-        if isinstance(error, CapacityError):
+        if isinstance(error, CapacityError | WorkerLostError):  # a worker that shuts down may come back
             self._admission.refused(stream_id, str(error), now)
             return self._close([stream_id])
         if isinstance(error, StateLostError):

@@ -92,19 +92,24 @@ class StepCosts:
         self.num_stages = num_stages
         self._rows = [CostLine(ROW_SLOPE) for _ in range(num_stages)]
         self._prompt = [CostLine(PROMPT_SLOPE) for _ in range(num_stages)]
+        self.knows_prompts = False
+        """Whether any prompt tokens were timed; until then their price is a guess."""
         self._way_ms: deque[float] = deque(maxlen=_WAY_WINDOW)
         self._least_way_ms = 0.0
 
     def observe(self, *, num_rows: int, num_prompt_tokens: int, timings: Sequence[StageTiming], round_trip_ms: float) -> float:
-        """A step came back; returns its time outside the stages. Mixed ones say nothing about either kind of work."""
+        """A step came back; returns its time outside the stages. Of a mixed one, what its rows do not account for is the prompt's."""
         way_ms = max(0.0, round_trip_ms - sum(timing.queue_us + timing.compute_us for timing in timings) / 1e3)
         self._way_ms.append(way_ms)
         self._least_way_ms = min(self._way_ms)
-        is_one_kind = bool(num_rows) != bool(num_prompt_tokens)
-        if is_one_kind and len(timings) == self.num_stages:  # anything else is a peer's fault, and only speed depends on it
-            lines, count = (self._rows, num_rows) if num_rows else (self._prompt, num_prompt_tokens)
-            for line, timing in zip(lines, timings, strict=True):
-                line.observe(count, timing.compute_us / 1e3)
+        if len(timings) == self.num_stages:  # anything else is a peer's fault, and only speed depends on it
+            for rows, prompt, timing in zip(self._rows, self._prompt, timings, strict=True):
+                compute_ms = timing.compute_us / 1e3
+                if num_prompt_tokens:
+                    prompt.observe(num_prompt_tokens, max(0.0, compute_ms - num_rows * rows.slope_ms))
+                elif num_rows:
+                    rows.observe(num_rows, compute_ms)
+            self.knows_prompts = self.knows_prompts or num_prompt_tokens > 0
         return way_ms
 
     @property

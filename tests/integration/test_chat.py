@@ -68,8 +68,7 @@ def test_a_dead_worker_of_its_own_is_started_again_by_the_next_call(tiny_bundle:
         text = model.invoke("hello").text
         for call in (lambda: model.invoke("hello"), lambda: asyncio.run(model.ainvoke("hello"))):
             victim = (set(worker_processes()) - before).pop()
-            victim.kill()
-            victim.wait(10)
+            victim.kill()  # and not waited for: the call may come before anybody knows
             assert call().text == text
         stream = model.stream("hello", max_tokens=1000)
         next(stream)

@@ -23,6 +23,7 @@ class FakeClient:
         self.params: list[GenerationParams] = []
         self.num_stopped = 0
         self.is_closed = False
+        self.is_open = True
         self.barrier: threading.Barrier | None = None
         self.is_endless = False
         self.end_text = "!"

@@ -87,6 +87,10 @@ class FakeWorker:
         self._thread.join(10)
         assert not self._thread.is_alive()
 
+    def drain(self) -> None:
+        """Shut down politely: open streams go on, and nothing new is admitted."""
+        self._server.drain()
+
     def _serve(self) -> None:
         try:
             self._server.serve()

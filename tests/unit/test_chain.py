@@ -7,7 +7,7 @@ import pytest
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.errors import FleetMismatchError
-from langchain_pshard.core.messages import RequestId, Welcome, WorkerId
+from langchain_pshard.core.messages import PROTOCOL_VERSION, RequestId, Welcome, WorkerId
 from langchain_pshard.core.numerics import DType, Numerics
 from langchain_pshard.core.roles import DraftOffer, StageOffer
 from langchain_pshard.pipeline.chain import assemble
@@ -38,7 +38,7 @@ def welcome(*stages: int, worker: str = "w", num_stages: int = 2, capacity: int 
     )
     made = Welcome(
         request=RequestId(1),
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         software="0.1.0",
         worker=WorkerId(worker),
         fingerprint=Fingerprint("f" * 64),
@@ -103,8 +103,11 @@ def test_a_worker_may_serve_several_stages() -> None:
             {A: welcome(0, worker="a"), B: welcome(1, worker="b", software="0.2.0")},
             rf"software versions differ: 0\.1\.0 at {A}; 0\.2\.0 at {B}.*install",
         ),
-        ({A: welcome(0, worker="a", protocol=9), B: welcome(1, worker="b")}, rf"protocol versions differ: 9 at {A}; 1 at {B}"),
-        ({A: welcome(0, 1, worker="a", protocol=9)}, rf"{A} speaks protocol version 9 .* this client 1"),
+        (
+            {A: welcome(0, worker="a", protocol=9), B: welcome(1, worker="b")},
+            rf"protocol versions differ: 9 at {A}; {PROTOCOL_VERSION} at {B}",
+        ),
+        ({A: welcome(0, 1, worker="a", protocol=9)}, rf"{A} speaks protocol version 9 .* this client {PROTOCOL_VERSION}"),
         (
             {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(name="exact"))},
             rf"name is fast at {A} and exact at {B}; .*--numerics",

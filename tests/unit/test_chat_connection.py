@@ -55,6 +55,17 @@ def test_nothing_is_connected_before_the_first_call_and_equal_settings_share(ser
     assert client.is_closed
 
 
+def test_a_client_that_failed_inside_is_replaced_by_the_next_call(serve: Serve) -> None:
+    broken = serve()
+    with ChatPShard(workers=WORKERS) as model:
+        model.invoke("Hi")
+        broken.is_open = False
+        client = serve(["again"])
+        assert model.invoke("Hi").content == "again!"
+        assert broken.is_closed
+        assert (len(connections(broken)), len(connections(client))) == (1, 1)
+
+
 def test_copies_and_pickles(serve: Serve) -> None:
     client = serve()
     with ChatPShard(workers=WORKERS, temperature=0.5, seed=3) as model:

@@ -54,7 +54,7 @@ def test_invoke(serve: Serve) -> None:
         },
     }
     assert client.prompts == ["<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]
-    assert connections(client) == [(WORKERS, {"connect_timeout_s": 30.0})]
+    assert connections(client) == [(WORKERS, {"connect_timeout_s": 30.0, "on_lost": None})]
     assert client.is_closed
 
 

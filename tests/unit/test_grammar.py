@@ -273,3 +273,9 @@ def test_a_tokenizer_that_cannot_be_used_is_told_to_whoever_asks(tmp_path: Path,
 def test_grammars_are_bounded(text: str) -> None:
     with pytest.raises(GrammarError, match="bytes; valid"):
         Grammar(GrammarKind.REGEX, text)
+
+
+@pytest.mark.parametrize("kind", list(GrammarKind))
+def test_half_a_character_is_refused_before_it_is_sent(kind: GrammarKind) -> None:
+    with pytest.raises(GrammarError, match="half a character"):
+        Grammar(kind, "a\ud800")

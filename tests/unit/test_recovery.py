@@ -7,7 +7,20 @@ import itertools
 import pytest
 
 from langchain_pshard.core.errors import FleetMismatchError, ProtocolError, WorkerLostError, WorkerUnreachableError
-from langchain_pshard.core.messages import ClientId, Epoch, Hello, Join, Joined, Leave, Ping, Pong, Refused, RequestId, WorkerId
+from langchain_pshard.core.messages import (
+    PROTOCOL_VERSION,
+    ClientId,
+    Epoch,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Ping,
+    Pong,
+    Refused,
+    RequestId,
+    WorkerId,
+)
 from langchain_pshard.pipeline.instructions import Dial, Instruction, Send, Warn
 from langchain_pshard.pipeline.membership import Membership, Phase
 from langchain_pshard.pipeline.options import ClientOptions
@@ -74,7 +87,7 @@ def membership(*more: str) -> Membership:
 
 
 def hello(address: str, request: int) -> Send:
-    return Send(address, Hello(request=RequestId(request), protocol=1, software="0.1.0"))
+    return Send(address, Hello(request=RequestId(request), protocol=PROTOCOL_VERSION, software="0.1.0"))
 
 
 def join(way: Membership, address: str, request: int) -> Send:
@@ -240,8 +253,10 @@ def test_it_goes_away_and_comes_back_and_the_chain_stays(worker: str) -> None:
 def test_whoever_has_another_bundle_is_not_taken_back() -> None:
     way = with_draft()
     way.on_lost(C, 1.0)
-    assert way.on_message(C, drafting(fingerprint="e" * 64), 1.5) == []
-    assert way.on_message(C, welcome(1, worker="x"), 1.5) == []
+    [told] = way.on_message(C, drafting(fingerprint="e" * 64), 1.5)
+    assert isinstance(told, Warn)
+    assert C in told.text
+    assert way.on_message(C, welcome(1, worker="x"), 1.5) == []  # and it is told once
     assert way.is_steady
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,3 +151,22 @@ def test_a_temperature_below_float32_takes_the_highest(temperature: float) -> No
     logits = np.array([1.0, 3.0, 2.9999998, 3.0 - 1e-6], dtype=np.float32)
     params = SamplingParams(temperature=temperature, seed=3)
     assert {sample(logits, params, position=position, history=History((), ())) for position in range(50)} == {1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": 2**64},
+        {"top_k": 2.5},
+        {"top_k": True},
+        {"seed": None},
+        {"seed": 1.0},
+        {"temperature": "1"},
+        {"top_p": None},
+        {"top_logprobs": 2.0},
+    ],
+)
+def test_what_a_worker_would_not_read_is_refused_at_once(wrong: dict[str, Any]) -> None:
+    [name] = wrong
+    with pytest.raises(InvalidOptionError, match=f"{name}="):
+        SamplingParams(**wrong)

@@ -197,7 +197,8 @@ def test_the_way_is_what_the_stages_do_not_account_for() -> None:
     assert costs.cycle_ms(1, 1) == pytest.approx(9.0 + 6.0 + 0.6, rel=0.05)
     before = costs.cycle_ms(1, 1)
     costs.observe(num_rows=1, num_prompt_tokens=64, timings=[StageTiming(0, 10**6)] * 2, round_trip_ms=2e3)
-    assert costs.cycle_ms(1, 1) <= before  # a mixed step teaches neither price
+    assert costs.cycle_ms(1, 1) <= before  # a mixed step teaches nothing of rows
+    assert costs.slowest_prompt().at(64) > 500.0  # and of prompts what rows do not account for
     assert costs.observe(num_rows=1, num_prompt_tokens=0, timings=timings[:1], round_trip_ms=1.0) == 0.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from langchain_pshard.core.errors import (
     DeadlineError,
     FleetMismatchError,
     InvalidOptionError,
+    PShardError,
     WorkerLostError,
     WorkerUnreachableError,
 )
@@ -346,6 +348,34 @@ def test_call_made_before_the_restart_is_noticed_does_not_fail(fleet: FakeFleet,
         fleet.workers[1].stop()
         fleet.restart(1)
         assert list(client.complete(PROMPT, params(4)).token_ids) == plain_tokens(PROMPT, 2, 4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("idx", [0, 1])
+def test_waiting_streams_outlast_a_worker_that_shuts_down_politely(tmp_path: Path, idx: int) -> None:
+    with FakeFleet(tmp_path, capacity=64, delay_s=0.01) as fleet, connect(fleet, tmp_path) as client:
+        running = client.generate(PROMPT, params(60))
+        next(running)
+        waiting = client.generate(PROMPT, params(12))
+        fleet.workers[idx].drain()
+        assert sum(len(chunk.token_ids) for chunk in running) == 59
+        fleet.workers[idx].stop()
+        fleet.restart(idx)
+        tokens = [token for chunk in waiting for token in chunk.token_ids]
+        assert tokens == plain_tokens(PROMPT, 2, 12, ignore_eos=True)
+
+
+def test_whoever_asks_hears_that_the_chain_is_lost(fleet: FakeFleet, tmp_path: Path) -> None:
+    heard: queue.SimpleQueue[PShardError] = queue.SimpleQueue()
+
+    def on_lost(error: PShardError) -> bool:
+        heard.put(error)
+        return True
+
+    with PipelineClient.connect(fleet.addresses, options=ClientOptions(cache_dir=tmp_path / "cache"), on_lost=on_lost) as client:
+        assert client.is_open
+        fleet.workers[1].stop()
+        assert isinstance(heard.get(timeout=10), WorkerLostError)
+    assert not client.is_open
 
 
 def test_worker_that_stays_away_is_named_within_the_bound(fleet: FakeFleet, tmp_path: Path) -> None:
