@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -245,12 +246,34 @@ def _install_steps() -> list[tuple[str, list[str]]]:
 
     dev = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["dependency-groups"]["dev"]
     return [
-        # torch first and alone: every later resolution then finds it there, and none can trade it for a newer one that brings CUDA.
+        # torch first and alone: every later resolution then finds it there, and none can trade it for another build.
         ("installing torch", [_pin("torch")]),
         ("installing build tools", [_pin("setuptools")]),
         # Without build isolation: the project is built with the setuptools pinned above, not with the newest of the day.
         ("installing PShard, its extras and the dev tools", ["--no-build-isolation", "--editable", ".[all]", *dev]),
     ]
+
+
+def _check_torch(pip: Sequence[str | Path]) -> None:
+    """Stop before gigabytes: where pip is offered no CPU build, the pinned torch comes with CUDA.
+
+    Raises:
+        SetupError: it does; the message says what to do.
+    """
+    command = [*map(str, pip), "--dry-run", "--quiet", "--report", "-", _pin("torch")]
+    progress = ProgressLine("asking which torch pip would take")
+    asked = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+    progress.close("FAILED" if asked.returncode else "done")
+    if asked.returncode:
+        raise SetupError(f"{asked.stderr[-2000:]}\npip finds no {_pin('torch')}")
+    names = [str(item["metadata"]["name"]) for item in json.loads(asked.stdout)["install"]]
+    cuda = [name for name in names if name.startswith(("nvidia-", "cuda-"))]
+    if cuda and not os.environ.get("PSHARD_ALLOW_CUDA"):
+        raise SetupError(
+            f"{_pin('torch')} would bring {', '.join(cuda[:3])} and {len(names)} packages in all: gigabytes of CUDA, of no use to PShard."
+            " Offer pip the CPU build: set PIP_EXTRA_INDEX_URL to the index that PyTorch's installation page names for CPU, or"
+            " PIP_FIND_LINKS to a folder with its wheel. To take CUDA all the same, set PSHARD_ALLOW_CUDA=1."
+        )
 
 
 def ensure_environment() -> None:
@@ -281,6 +304,7 @@ def ensure_environment() -> None:
         "-c",
         CONSTRAINTS,
     ]
+    _check_torch(pip)
     for title, requirements in _install_steps():
         _logged_step(title, [*pip, *requirements], SETUP_LOG)
     STAMP.write_text(_wanted_stamp(), encoding="utf-8")

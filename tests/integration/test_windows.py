@@ -66,7 +66,7 @@ def test_giving_passed_blocks_back_changes_no_bit(
         assert [runner.kv_stream_tokens for runner in chain.runners] == [STREAM_TOKENS] * 2
         logits = run_two_streams(chain)
         assert [runner.kv_used_tokens for runner in chain.runners] == [2 * STREAM_TOKENS] * 2
-    monkeypatch.setattr(StageModel, "widest_window", None)
+    monkeypatch.setattr(StageModel, "kv_window", None)
     with running(bundle, numerics, 2 * STREAM_TOKENS) as chain, pytest.raises(CapacityError, match="needs 1024 positions"):
         run_two_streams(chain)
     with running(bundle, numerics, 4 * NUM_POSITIONS) as chain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -105,3 +106,22 @@ def test_a_command_that_will_not_end_is_killed_with_what_it_started() -> None:
     assert len(below) == 2
     assert all(_is_gone(process) for process in below)
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("names", "is_refused"), [(["torch", "sympy"], False), (["torch", "nvidia-cudnn-cu13", "triton"], True), ([], False)]
+)
+def test_a_torch_that_brings_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, names: list[str], is_refused: bool) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.delenv("PSHARD_ALLOW_CUDA", raising=False)
+    import dev
+
+    report = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
+    pip = [sys.executable, "-c", f"print({report!r})"]
+    if is_refused:
+        with pytest.raises(dev.SetupError, match=r"nvidia-cudnn-cu13 .*PIP_EXTRA_INDEX_URL"):
+            dev._check_torch(pip)
+        monkeypatch.setenv("PSHARD_ALLOW_CUDA", "1")
+    dev._check_torch(pip)
+    with pytest.raises(dev.SetupError, match="no such index"):
+        dev._check_torch([sys.executable, "-c", "raise SystemExit('no such index')"])
