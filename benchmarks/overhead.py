@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import Progress
@@ -49,6 +50,22 @@ def overheads_ms(results: list[tuple[float, float]]) -> tuple[float, ...]:
     return tuple(1e3 * (arrivals[idx] - arrivals[idx - 1] - results[idx][1]) for idx in range(1, len(results)))
 
 
+def _timed_steps(layers: Sequence[int], cores: Sequence[int], on_tokens: Callable[[int], None]) -> list[tuple[float, float]]:
+    """`TimedHub.results` of one generation, without the first token's, over a chain with stage i on core `cores[i]`."""
+    hubs: list[TimedHub] = []
+
+    def make_hub() -> TimedHub:
+        hubs.append(TimedHub())
+        return hubs[-1]
+
+    with contextlib.ExitStack() as stack:
+        chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=layers), cores, hub_factory=make_hub)
+        hubs[0].results.clear()
+        for chunk in chain.client.generate(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)):
+            on_tokens(len(chunk.token_ids))
+    return hubs[0].results[1:]
+
+
 def run(console: Console) -> Report:
     """Time of a decode step beyond the stages' compute, per hop (p50 in ms).
 
@@ -56,25 +73,25 @@ def run(console: Console) -> Report:
         InvalidOptionError: this machine lends us a single core.
     """
     cores = two_cores()
-    hubs: list[TimedHub] = []
-
-    def make_hub() -> TimedHub:
-        hubs.append(TimedHub())
-        return hubs[-1]
-
-    with Progress(console=console) as progress, contextlib.ExitStack() as stack:
-        measuring = progress.add_task(f"{NUM_TOKENS} tokens", total=NUM_TOKENS)
-        chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=LAYERS), cores, hub_factory=make_hub)
-        hubs[0].results.clear()
-        for chunk in chain.client.generate(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)):
-            progress.advance(measuring, len(chunk.token_ids))
-    per_step = Samples(name="step beyond compute", unit="ms", values=overheads_ms(hubs[0].results[1:]))
+    with Progress(console=console) as progress:
+        measuring = progress.add_task(f"2 x {NUM_TOKENS} tokens", total=2 * NUM_TOKENS)
+        results = _timed_steps(LAYERS, cores, lambda count: progress.advance(measuring, count))
+        # Two workers fill both cores, and an inference leaves nothing of the client's code in their caches. A single one leaves it a core.
+        alone = _timed_steps((sum(LAYERS),), cores[:1], lambda count: progress.advance(measuring, count))
+    per_step = Samples(name="step beyond compute", unit="ms", values=overheads_ms(results))
     per_hop = Samples(name="per hop", unit="ms", values=tuple(value / NUM_HOPS for value in per_step.values))
-    compute = Samples(name="compute of both stages", unit="ms", values=tuple(1e3 * value for _, value in hubs[0].results[1:]))
+    per_hop_alone = Samples(
+        name="per hop, one stage, client on a core of its own", unit="ms", values=tuple(v / 2 for v in overheads_ms(alone))
+    )
+    compute = Samples(name="compute of both stages", unit="ms", values=tuple(1e3 * value for _, value in results))
     return Report(
         bench="overhead",
         question="what a step costs beyond its inferences",
-        figures=(Figure(key="p50_ms", value=per_hop.median, at_most=TARGET_MS), Figure(key="p50_step_ms", value=per_step.median)),
-        samples=(per_hop, per_step, compute),
+        figures=(
+            Figure(key="p50_ms", value=per_hop.median, at_most=TARGET_MS),
+            Figure(key="p50_step_ms", value=per_step.median),
+            Figure(key="p50_own_core_ms", value=per_hop_alone.median),
+        ),
+        samples=(per_hop, per_step, per_hop_alone, compute),
         settings=settings_of(LAYERS, users=1, tokens=NUM_TOKENS, hops="client to first, first to last, last to client"),
     )
