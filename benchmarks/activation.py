@@ -16,39 +16,32 @@ from rich.progress import Progress
 
 from benchmarks.bundles import demo_bundle
 from benchmarks.chains import settings_of
-from benchmarks.perplexity import TEXT, text_tokens, token_losses
+from benchmarks.perplexity import KEY, TEXT, prefill_slices, text_tokens, token_losses
 from benchmarks.report import Figure, Report, Samples
 from langchain_pshard.core.bundle import Manifest, WeightMode, load_manifest
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
-from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
 from workers.runners.boundary import row_width
-from workers.runners.runner import Runner, RunSlice, StreamKey
+from workers.runners.runner import Runner
 from workers.shard import ActivationName, Settings, make_runner
 
 LAYERS = (9, 7, 2)
 LARGEST_RATIO = 1.02
 """Of the perplexities."""
-_CHUNK_TOKENS = 128
 _KV_BYTES = 64 << 20
-_KEY = StreamKey(ClientId("bench"), StreamId(1))
 
 
 def logits_of(runners: Sequence[Runner], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
     """Logits after every token but the last, [n - 1, vocab], of a prefill in chunks through all stages."""
     for runner in runners:
-        runner.open(_KEY, len(tokens))
-    last = len(tokens) - 1  # nothing is known to follow the last token
-    begins = range(0, last - last % _CHUNK_TOKENS, _CHUNK_TOKENS)  # the remainder joins the last chunk: none has a single token
+        runner.open(KEY, len(tokens))
     parts = []
-    for begin, end in zip(begins, [*begins[1:], last], strict=True):
-        piece = np.array(tokens[begin:end], dtype=np.int32)
-        run_slice = RunSlice(key=_KEY, start=begin, tokens=piece, kind=SliceKind.PREFILL, num_sampled=len(piece))
+    for piece in prefill_slices(tokens):
         hidden: Tensor | None = None
         for runner in runners:
-            hidden = runner.run([run_slice], hidden)
+            hidden = runner.run([piece], hidden)
         parts.append(cast(npt.NDArray[np.float32], hidden))
     for runner in runners:
-        runner.close_stream(_KEY)
+        runner.close_stream(KEY)
     return np.concatenate(parts)
 
 

@@ -6,7 +6,7 @@ The text was written for this purpose, so that no model has seen it. Bundles of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ TEXT = Path(__file__).with_name("harbour.txt")
 MODES = (WeightMode.INT4, WeightMode.INT8, WeightMode.FP16, WeightMode.FP32)
 """From the smallest to the largest."""
 _CHUNK_TOKENS = 128  # that many rows of logits at a time are 134 MB, the whole text's would be 700
+KEY = StreamKey(ClientId("bench"), StreamId(1))
 _KV_BYTES = 64 << 20
 
 
@@ -67,20 +68,23 @@ def smallest_within(results: Sequence[ModeResult], largest_ratio: float) -> Mode
     return next(result for result in results if result.ratio(base) <= largest_ratio)
 
 
-def _score(runner: Runner, tokens: Sequence[int]) -> float:
-    """Perplexity of `tokens` through a runner that holds the whole model, as the prefill of one stream in chunks."""
-    key = StreamKey(ClientId("bench"), StreamId(1))
-    runner.open(key, len(tokens))
-    last = len(tokens) - 1  # nothing is known to follow the last token
+def prefill_slices(tokens: Sequence[int]) -> Iterator[RunSlice]:
+    """All of the stream `KEY` but its last token, of which nothing is known to follow, in chunks that sample every position."""
+    last = len(tokens) - 1
     begins = range(0, last - last % _CHUNK_TOKENS, _CHUNK_TOKENS)  # the remainder joins the last chunk: none has a single token
-    losses = []
     for begin, end in zip(begins, [*begins[1:], last], strict=True):
         piece = np.array(tokens[begin:end], dtype=np.int32)
-        logits = runner.run([RunSlice(key=key, start=begin, tokens=piece, kind=SliceKind.PREFILL, num_sampled=len(piece))], None).astype(
-            np.float32, copy=False
-        )
-        losses.append(token_losses(logits, tokens[begin + 1 : end + 1]))
-    runner.close_stream(key)
+        yield RunSlice(key=KEY, start=begin, tokens=piece, kind=SliceKind.PREFILL, num_sampled=len(piece))
+
+
+def _score(runner: Runner, tokens: Sequence[int]) -> float:
+    """Perplexity of `tokens` through a runner that holds the whole model, as the prefill of one stream in chunks."""
+    runner.open(KEY, len(tokens))
+    losses = []
+    for piece in prefill_slices(tokens):
+        logits = runner.run([piece], None).astype(np.float32, copy=False)
+        losses.append(token_losses(logits, tokens[piece.start + 1 : piece.start + len(piece.tokens) + 1]))
+    runner.close_stream(KEY)
     return float(np.exp(np.concatenate(losses).mean()))
 
 

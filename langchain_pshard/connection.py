@@ -74,10 +74,9 @@ class Connection:
             _log.warning("a local worker has died: starting it again")
             self._fleet.revive()
 
-    def _mend_behind(self, _error: PShardError) -> bool:
+    def _mend_behind(self, _error: PShardError) -> None:
         """The chain is lost: calls that wait for it can go on only when a dead worker of ours is back, and they start nothing."""
         threading.Thread(target=self._try_to_mend, name="pshard-mend", daemon=True).start()
-        return True
 
     def _try_to_mend(self) -> None:
         try:

@@ -103,7 +103,7 @@ class PipelineClient:
         connect_timeout_s: float = 30.0,
         options: ClientOptions = _DEFAULT_OPTIONS,
         hub_factory: Callable[[], Hub] = ZmqHub,
-        on_lost: Callable[[PShardError], bool] | None = None,
+        on_lost: Callable[[PShardError], object] | None = None,
     ) -> PipelineClient:
         """Find the workers, join them into a chain, and get manifest and tokenizer from the first stage (or the cache).
 
@@ -112,7 +112,7 @@ class PipelineClient:
             connect_timeout_s: longest wait for all of them, now and whenever the client connects anew.
             options: the client's other bounds.
             hub_factory: the transport.
-            on_lost: hears why, whenever the chain is lost, in the client's own thread: it must not block. What it returns is ignored.
+            on_lost: hears why, whenever the chain is lost, in the client's own thread: it must not block.
 
         Raises:
             InvalidOptionError: no address, one twice, or one that is none.
@@ -123,7 +123,18 @@ class PipelineClient:
         addresses = _addresses(workers)
         if not connect_timeout_s > 0:
             raise InvalidOptionError(f"connect_timeout_s={connect_timeout_s} is out of range; valid: above 0")
-        make_session = functools.partial(_session, addresses, connect_timeout_s, options, on_lost)
+
+        def make_session(now: float) -> Session:
+            return Session(
+                ClientId(secrets.token_hex(8)),
+                addresses,
+                software=software_version(),
+                connect_timeout_s=connect_timeout_s,
+                options=options,
+                now=now,
+                on_lost=on_lost,
+            )
+
         reactor = Reactor(hub_factory(), make_session)
         try:
             chain = _connected(reactor)
@@ -335,32 +346,9 @@ def _addresses(workers: Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
-def _session(
-    addresses: tuple[str, ...],
-    connect_timeout_s: float,
-    options: ClientOptions,
-    on_lost: Callable[[PShardError], bool] | None,
-    now: float,
-) -> Session:
-    return Session(
-        ClientId(secrets.token_hex(8)),
-        addresses,
-        software=software_version(),
-        connect_timeout_s=connect_timeout_s,
-        options=options,
-        now=now,
-        on_lost=on_lost,
-    )
-
-
 def _connected(reactor: Reactor) -> Chain:
     inbox: queue.SimpleQueue[Chain | PShardError] = queue.SimpleQueue()
-
-    def sink(item: Chain | PShardError) -> bool:
-        inbox.put(item)
-        return True
-
-    reactor.post(lambda session, now: session.connect(sink, now))
+    reactor.post(lambda session, now: session.connect(inbox.put, now))
     outcome = reactor.take(inbox)
     if isinstance(outcome, WorkerUnreachableError) and outcome.addresses:
         raise WorkerUnreachableError(f"{outcome}. {_probed(outcome.addresses)}", addresses=outcome.addresses)
@@ -388,12 +376,7 @@ def _probed(addresses: Sequence[str]) -> str:
 def _ask(reactor: Reactor, address: str, build: Callable[[RequestId], Message], timeout_s: float) -> queue.SimpleQueue[Reply | PShardError]:
     """Send a control request; its reply, or the error, arrives in the inbox within `timeout_s`."""
     inbox: queue.SimpleQueue[Reply | PShardError] = queue.SimpleQueue()
-
-    def sink(item: Reply | PShardError) -> bool:
-        inbox.put(item)
-        return True
-
-    reactor.post(lambda session, now: session.ask(address, build, sink, timeout_s, now))
+    reactor.post(lambda session, now: session.ask(address, build, inbox.put, timeout_s, now))
     return inbox
 
 

@@ -24,9 +24,9 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Hand something to whoever waits for it. When nobody does (the sink says False), the stream is cancelled."""
+    """Hand something to whoever waits for it. When nobody waits for a stream's any more (its sink says False), the stream is cancelled."""
 
-    sink: Callable[[Any], bool]
+    sink: Callable[[Any], object]
     item: object
     stream: StreamId | None = None
 

@@ -19,7 +19,7 @@ class Reply:
     round_trip_s: float
 
 
-ReplySink = Callable[[Reply | PShardError], bool]
+ReplySink = Callable[[Reply | PShardError], object]
 
 
 @dataclass(frozen=True, slots=True)

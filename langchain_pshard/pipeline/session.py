@@ -70,7 +70,7 @@ class Session:
         connect_timeout_s: float,
         options: ClientOptions,
         now: float,
-        on_lost: Callable[[PShardError], bool] | None = None,
+        on_lost: Callable[[PShardError], object] | None = None,
     ) -> None:
         """`on_lost` hears of every chain that is given up, and why; whoever waits goes on waiting for the workers to come back."""
         self._client = client
@@ -94,7 +94,7 @@ class Session:
         self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
         self._requests = Requests()
-        self._connecting: list[Callable[[Chain | PShardError], bool]] = []
+        self._connecting: list[Callable[[Chain | PShardError], object]] = []
         self._num_rejoins = 0
 
     @property
@@ -110,7 +110,7 @@ class Session:
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def connect(self, sink: Callable[[Chain | PShardError], bool], now: float) -> list[Instruction]:
+    def connect(self, sink: Callable[[Chain | PShardError], object], now: float) -> list[Instruction]:
         """Tell `sink` the chain once it is joined, or why it cannot be."""
         self._connecting.append(sink)
         return self._settle(now)

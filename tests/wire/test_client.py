@@ -366,12 +366,7 @@ def test_waiting_streams_outlast_a_worker_that_shuts_down_politely(tmp_path: Pat
 
 def test_whoever_asks_hears_that_the_chain_is_lost(fleet: FakeFleet, tmp_path: Path) -> None:
     heard: queue.SimpleQueue[PShardError] = queue.SimpleQueue()
-
-    def on_lost(error: PShardError) -> bool:
-        heard.put(error)
-        return True
-
-    with PipelineClient.connect(fleet.addresses, options=ClientOptions(cache_dir=tmp_path / "cache"), on_lost=on_lost) as client:
+    with PipelineClient.connect(fleet.addresses, options=ClientOptions(cache_dir=tmp_path / "cache"), on_lost=heard.put) as client:
         assert client.is_open
         fleet.workers[1].stop()
         assert isinstance(heard.get(timeout=10), WorkerLostError)
