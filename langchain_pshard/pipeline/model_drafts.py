@@ -25,10 +25,10 @@ from langchain_pshard.core.errors import DeadlineError, ProtocolError
 from langchain_pshard.core.messages import ClientId, Draft, DraftAsk, Drafted, DraftResult, Epoch, SliceKind, StreamId
 from langchain_pshard.pipeline.adaptive_k import num_to_ask
 from langchain_pshard.pipeline.chain import DraftRole
+from langchain_pshard.pipeline.cost_line import CostLine
 from langchain_pshard.pipeline.generation import MAX_DRAFT_TOKENS
 from langchain_pshard.pipeline.instructions import Instruction, Send, Warn
 from langchain_pshard.pipeline.speculation import num_accepted
-from langchain_pshard.pipeline.step_costs import CostLine
 from langchain_pshard.pipeline.stream import Stream
 
 MIN_WAIT_S = 0.05

@@ -3,8 +3,9 @@
 - Decode rows first. Streams that decode form groups, which alternate: as many as make a cycle shortest by the measured times. A stage
   that spends its time on reading weights wants one large group; one that spends it on computing rows, or a long way between machines,
   wants several.
-- Prompts go in chunks, several in flight, so that the stages work on different ones at the same time. What a micro-batch holds of them is
-  as much as brings all prompts that wait through soonest: small ones fill the pipeline sooner, each costs its overhead.
+- Prompts go in chunks, several in flight, so that the stages work on different ones at the same time. The micro-batches that hold them
+  are of equal duration, not length, as a token costs more the later it stands; and as many as bring all prompts that wait through
+  soonest: short ones fill the pipeline sooner, each costs its overhead.
 - While somebody decodes, the chunks of a micro-batch take no longer than `STALL_MS` on the slowest stage.
 - Fair: the streams that waited longest decode first; of prompts, the oldest and the shortest come first in turn, so neither waits for ever.
 """
@@ -17,7 +18,8 @@ from collections.abc import Sequence
 import msgspec
 
 from langchain_pshard.core.messages import StreamId
-from langchain_pshard.pipeline.step_costs import StepCosts
+from langchain_pshard.pipeline.prompt_costs import PromptLoad, PromptPrice
+from langchain_pshard.pipeline.step_costs import STEP_OVERHEAD_MS, StepCosts
 
 MIN_CHUNK_TOKENS = 32
 MAX_CHUNK_TOKENS = 256
@@ -39,15 +41,24 @@ MIN_SPLIT_GAIN = 1.02
 """And by this: the times are measured, not exact."""
 MAX_GROUPS = 16
 MAX_CHUNKS_IN_FLIGHT = 16
+_HAIR = 1e-3
+"""Of a token."""
 
 
 class Prefilling(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that has prompt tokens to send."""
 
     stream: StreamId
+    start: int
+    """Position of the first of them."""
     num_left: int
     max_tokens: int = MAX_CHUNK_TOKENS
     """Of one chunk."""
+
+    @property
+    def rest(self) -> PromptLoad:
+        """All of them."""
+        return PromptLoad.of(self.start, self.num_left)
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +74,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Streams that wait for their next decode turn, the longest-waiting first."""
     prefilling: Sequence[Prefilling]
     """In order of arrival."""
+    prompts_in_flight: Sequence[PromptLoad] = ()
+    """What the micro-batches in flight hold of prompts."""
     rows_per_stream: float = 1.0
     """Rows that a stream's turn has had of late, drafts included."""
     max_chunk_tokens: int = MAX_CHUNK_TOKENS
@@ -126,24 +139,34 @@ def chunk_length(num_left: int, room: int) -> int:
     return length if length >= 2 else 0
 
 
-def best_chunk_tokens(num_left: int, costs: StepCosts) -> int:
-    """The chunk length that brings `num_left` tokens through all stages soonest.
+def best_turn_ms(rest: PromptLoad, in_flight: Sequence[PromptLoad], costs: StepCosts, limit_ms: float = math.inf) -> float:
+    """How long the chunks of a micro-batch take on the slowest stage when `rest` comes through all stages soonest.
 
-    k chunks of n / k tokens take k + stages - 1 turns of (base + slope n / k): least about n / k = sqrt(n base / (slope (stages - 1))).
-    A chunk that is left over costs a turn like any other, so they are of one length.
+    In k micro-batches of equal duration, the slowest stage takes `k base + work`, and each other stage adds the longest one that it has: a
+    k-th of its own work, or one in flight, which is paid for already. Least at about k = sqrt(others' work / base).
+
+    Args:
+        rest: prompt tokens to send.
+        in_flight: what the micro-batches before hold of prompts.
+        costs: of the chain; with one stage nothing overlaps, and any time is good.
+        limit_ms: longest time that is allowed.
     """
-    line = costs.slowest_prompt()
-    if costs.num_stages == 1 or line.slope_ms <= 0:
-        return MAX_CHUNK_TOKENS
-    ideal = math.sqrt(num_left * line.base_ms / (line.slope_ms * (costs.num_stages - 1)))
-    few = max(1, math.floor(num_left / min(max(ideal, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)))
-    best, best_ms = MAX_CHUNK_TOKENS, math.inf
-    for num_chunks in (few, few + 1):
-        length = -(-num_left // num_chunks)
-        turns_ms = (num_chunks + costs.num_stages - 1) * line.at(length)
-        if length <= MAX_CHUNK_TOKENS and (length >= MIN_CHUNK_TOKENS or num_chunks == 1) and turns_ms < best_ms:
-            best, best_ms = length, turns_ms
-    return best
+    slowest, others = costs.prompt_prices(rest)
+    work_ms = slowest.work_ms(rest)
+    room_ms = limit_ms - slowest.base_ms
+    if not others or not 0 < work_ms < room_ms * rest.num_tokens:  # in the end, not a token fits
+        return limit_ms
+    base_ms = slowest.base_ms + STEP_OVERHEAD_MS
+    others_ms = sum([price.work_ms(rest) for price in others])
+    paid = max([slowest.work_ms(load) for load in in_flight], default=0.0) / work_ms
+    ideal = math.sqrt(others_ms / base_ms)
+    if ideal * paid > 1:
+        ideal = 1 / paid
+    fewest = math.ceil(max(rest.num_tokens / MAX_CHUNK_TOKENS, work_ms / room_ms))
+    most = max(fewest, rest.num_tokens // MIN_CHUNK_TOKENS)
+    counts = [min(max(count, fewest), most) for count in (math.floor(ideal), math.ceil(ideal))]
+    num_chunks = min(counts, key=lambda count: count * base_ms + others_ms * max(1 / count, paid))
+    return min(slowest.base_ms + work_ms / num_chunks, limit_ms)
 
 
 def _rows(now: Situation, num_groups: int) -> tuple[StreamId, ...]:
@@ -158,36 +181,43 @@ def _may_send_chunks(now: Situation, costs: StepCosts, num_groups: int) -> bool:
     if now.num_decoding:
         # One more than there are stages keeps them busy; behind more of them, decode rows would queue.
         return now.num_in_flight <= max(costs.num_stages, num_groups)
-    line = costs.slowest_prompt()
-    turn_ms = line.at(MIN_CHUNK_TOKENS)
+    shortest = PromptLoad.of(0, MIN_CHUNK_TOKENS)
+    price, _ = costs.prompt_prices(shortest)
+    turn_ms = price.at(shortest)
     num_on_the_way = math.ceil(costs.way_ms / turn_ms) if turn_ms > 0 else 0
     return now.num_in_flight <= min(costs.num_stages + num_on_the_way, MAX_CHUNKS_IN_FLIGHT)
 
 
 def _chunks(now: Situation, costs: StepCosts) -> tuple[Chunk, ...]:
     # All prompts together fill the pipeline: cut one by one, short prompts would each pay for several chunks.
-    best = best_chunk_tokens(sum([prompt.num_left for prompt in now.prefilling]), costs)
-    budget = _prefill_budget(now, costs)
-    if costs.num_stages > 1:
-        budget = min(budget, best)
-    chunks = []
-    for turn in _in_order(now.prefilling, now.turn):
-        limit = min(budget, now.max_chunk_tokens, turn.max_tokens, best)
-        if length := chunk_length(turn.num_left, limit):
-            chunks.append(Chunk(stream=turn.stream, num_tokens=length))
-            budget -= length
-        if budget < MIN_CHUNK_TOKENS:
+    rest = sum([prompt.rest for prompt in now.prefilling], start=PromptLoad())
+    price, _ = costs.prompt_prices(rest)
+    turn_ms = best_turn_ms(rest, now.prompts_in_flight, costs, STALL_MS if now.num_decoding else SILENCE_MS)
+    room, room_ms = _most_tokens(costs), turn_ms - price.base_ms
+    chunks: list[Chunk] = []
+    for prompt in _in_order(now.prefilling, now.turn):
+        fitting = min(room, _num_fitting(price, room_ms, prompt))
+        if not chunks:
+            fitting = max(fitting, MIN_CHUNK_TOKENS)  # or the prompt would not get on
+        elif fitting < min(MIN_CHUNK_TOKENS, prompt.num_left):
             break
+        if length := chunk_length(prompt.num_left, min(fitting, now.max_chunk_tokens, prompt.max_tokens)):
+            chunks.append(Chunk(stream=prompt.stream, num_tokens=length))
+            room -= length
+            room_ms -= price.work_ms(PromptLoad.of(prompt.start, length))
     return tuple(chunks)
 
 
-def _prefill_budget(now: Situation, costs: StepCosts) -> int:
+def _most_tokens(costs: StepCosts) -> int:
     if not costs.knows_prompts:
         return MIN_CHUNK_TOKENS  # on a large model and a slow machine, 256 tokens may take a minute
-    line = costs.slowest_prompt()
-    limit_ms = STALL_MS if now.num_decoding else SILENCE_MS
-    affordable = (limit_ms - line.base_ms) / line.slope_ms if line.slope_ms > 0 else PREFILL_BUDGET_TOKENS
-    return round(min(max(affordable, MIN_CHUNK_TOKENS), PREFILL_BUDGET_TOKENS))
+    return PREFILL_BUDGET_TOKENS if costs.num_stages == 1 else MAX_CHUNK_TOKENS
+
+
+def _num_fitting(price: PromptPrice, room_ms: float, prompt: Prefilling) -> int:
+    num_tokens = price.tokens_within(room_ms, prompt.start)
+    # The last micro-batch is as long as what is left: a hair less, by rounding, would leave a token behind.
+    return prompt.num_left if num_tokens > prompt.num_left - _HAIR else math.floor(num_tokens)
 
 
 def _in_order(prefilling: Sequence[Prefilling], turn: int) -> list[Prefilling]:

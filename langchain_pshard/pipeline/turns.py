@@ -16,6 +16,7 @@ import msgspec
 from langchain_pshard.core.errors import PShardError
 from langchain_pshard.core.messages import Slice, SliceKind, StageTiming, StepId, StreamId
 from langchain_pshard.pipeline import adaptive_k, scheduler
+from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.step_costs import StepCosts
 from langchain_pshard.pipeline.stream import Stream
 
@@ -36,7 +37,7 @@ class Flight(msgspec.Struct):
 
     sent_at: float
     num_rows: int
-    num_prompt_tokens: int
+    prompt: PromptLoad
     awaited: set[StreamId]
     """Streams whose slices have not been answered."""
     rows: set[StreamId]
@@ -84,12 +85,13 @@ class Turns:
         self._num_turns += 1
         slices, failed = self._rows(plan, streams, step_id, now)
         num_rows = sum(piece.num_tokens for piece in slices)
-        slices += [streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
+        chunks = [streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
+        slices += chunks
         if slices:
             self._flights[step_id] = Flight(
                 sent_at=now,
                 num_rows=num_rows,
-                num_prompt_tokens=sum(chunk.num_tokens for chunk in plan.chunks),
+                prompt=sum([PromptLoad.of(piece.start, piece.num_tokens) for piece in chunks], start=PromptLoad()),
                 awaited={piece.stream for piece in slices},
                 rows={piece.stream for piece in slices if piece.kind is SliceKind.ROWS},
             )
@@ -105,9 +107,7 @@ class Turns:
         if flight is None:
             return None
         round_trip_ms = 1e3 * (now - flight.sent_at)
-        way_ms = self._costs.observe(
-            num_rows=flight.num_rows, num_prompt_tokens=flight.num_prompt_tokens, timings=timings, round_trip_ms=round_trip_ms
-        )
+        way_ms = self._costs.observe(num_rows=flight.num_rows, prompt=flight.prompt, timings=timings, round_trip_ms=round_trip_ms)
         return Landing(tuple(flight.awaited), way_ms)
 
     def forget(self, stream_ids: Iterable[StreamId]) -> None:
@@ -129,7 +129,9 @@ class Turns:
                     ready.append(stream)
             elif stream.num_prompt_left:
                 most = min(scheduler.MAX_CHUNK_TOKENS, stream.request.max_chunk_tokens)
-                prefilling.append(scheduler.Prefilling(stream=stream.id, num_left=stream.num_prompt_left, max_tokens=most))
+                prefilling.append(
+                    scheduler.Prefilling(stream=stream.id, start=stream.num_prompt_sent, num_left=stream.num_prompt_left, max_tokens=most)
+                )
         ready.sort(key=_last_step)
         return scheduler.Situation(
             num_in_flight=len(self._flights),
@@ -137,6 +139,7 @@ class Turns:
             num_decoding=num_decoding,
             ready=[stream.id for stream in ready],
             prefilling=prefilling,
+            prompts_in_flight=[flight.prompt for flight in self._flights.values() if flight.prompt],
             rows_per_stream=self._rows_per_stream,
             max_chunk_tokens=self._max_chunk_tokens,
             turn=self._num_turns,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.messages import StageTiming, StreamId
 from langchain_pshard.pipeline.options import ClientOptions
+from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.scheduler import (
     MAX_CHUNK_TOKENS,
     MAX_CHUNKS_IN_FLIGHT,
@@ -21,7 +24,7 @@ from langchain_pshard.pipeline.scheduler import (
     Chunk,
     Prefilling,
     Situation,
-    best_chunk_tokens,
+    best_turn_ms,
     chunk_length,
     num_decode_groups,
     plan,
@@ -44,7 +47,7 @@ def costs(*stages: tuple[float, float], way_ms: float = 1.0, prompt: tuple[float
         for num_rows, num_prompt_tokens in ((1 + 4 * (turn % 5), 0), (0, 32 * (1 + turn % 5))):
             found = timings([prompt] * len(stages), num_prompt_tokens) if num_prompt_tokens else timings(list(stages), num_rows)
             spent_ms = sum(timing.compute_us for timing in found) / 1e3
-            made.observe(num_rows=num_rows, num_prompt_tokens=num_prompt_tokens, timings=found, round_trip_ms=spent_ms + way_ms)
+            made.observe(num_rows=num_rows, prompt=PromptLoad.of(0, num_prompt_tokens), timings=found, round_trip_ms=spent_ms + way_ms)
     return made
 
 
@@ -62,13 +65,14 @@ def situation(
     decode_in_flight: int = 0,
     turn: int = 0,
     max_chunk_tokens: int = MAX_CHUNK_TOKENS,
+    starts: Mapping[int, int] | None = None,
 ) -> Situation:
     return Situation(
         num_in_flight=in_flight,
         num_decode_in_flight=decode_in_flight,
         num_decoding=len(ready) if num_decoding is None else num_decoding,
         ready=ready,
-        prefilling=[Prefilling(stream=StreamId(stream), num_left=left) for stream, left in prefilling],
+        prefilling=[Prefilling(stream=StreamId(stream), start=(starts or {}).get(stream, 0), num_left=left) for stream, left in prefilling],
         turn=turn,
         max_chunk_tokens=max_chunk_tokens,
     )
@@ -121,7 +125,7 @@ def test_no_other_number_of_groups_is_much_better(num_decoding: int, lines: list
     for count in (1, 8, 1, 8, 64):
         found = [StageTiming(0, round(1e3 * (base + slope * count))) for base, slope in lines]
         learned.observe(
-            num_rows=count, num_prompt_tokens=0, timings=found, round_trip_ms=sum(timing.compute_us for timing in found) / 1e3 + way_ms
+            num_rows=count, prompt=PromptLoad(), timings=found, round_trip_ms=sum(timing.compute_us for timing in found) / 1e3 + way_ms
         )
     num_groups = num_decode_groups(num_decoding, learned)
     assert 1 <= num_groups <= min(num_decoding, MAX_GROUPS)
@@ -137,8 +141,8 @@ def test_decode_rows_and_a_piece_of_a_prompt_that_does_not_stall_them_share_a_mi
     assert found is not None
     assert found.rows == ids(1)
     assert [chunk.stream for chunk in found.chunks] == [2]
-    line = MEMORY_BOUND.slowest_prompt()
-    assert 0.9 * STALL_MS < line.at(found.chunks[0].num_tokens) <= STALL_MS + line.slope_ms
+    load = PromptLoad.of(0, found.chunks[0].num_tokens)
+    assert 0.9 * STALL_MS < MEMORY_BOUND.prompt_prices(load)[0].at(load) <= STALL_MS
 
 
 def test_the_oldest_and_the_shortest_prompt_go_first_in_turn() -> None:
@@ -163,9 +167,14 @@ def test_short_prompts_that_wait_together_are_not_cut_and_share_micro_batches() 
     together = plan(situation(prefilling=tuple((stream, 40) for stream in range(1, 17))), MEMORY_BOUND)
     assert together is not None
     total = sum(chunk.num_tokens for chunk in together.chunks)
-    assert total <= best_chunk_tokens(640, MEMORY_BOUND) < PREFILL_BUDGET_TOKENS
     assert [chunk.num_tokens for chunk in together.chunks[:2]] == [40, 40]
-    assert total > best_chunk_tokens(640, MEMORY_BOUND) - MIN_CHUNK_TOKENS
+    rest = PromptLoad(640, 16 * 40 * 20)
+    price, _ = MEMORY_BOUND.prompt_prices(rest)
+    spare_ms = best_turn_ms(rest, (), MEMORY_BOUND) - price.at(PromptLoad.of(0, total))
+    assert -1e-6 < spare_ms < price.slope_ms * MIN_CHUNK_TOKENS
+    last = plan(situation(prefilling=((1, 14), (2, 14), (3, 14))), MEMORY_BOUND)
+    assert last is not None
+    assert last.chunks == chunks((1, 14), (2, 14), (3, 14))  # no turn of its own for so few
 
 
 @pytest.mark.parametrize("num_tokens", [2, 4, 5, 100])
@@ -196,18 +205,6 @@ def test_in_flight_chunks_are_bounded_and_more_where_the_way_is_long() -> None:
     assert most(MEMORY_BOUND, ready=True) == 3
     assert most(MEMORY_BOUND) < most(costs((1.0, 0.5), (1.0, 0.5), way_ms=200.0)) <= MAX_CHUNKS_IN_FLIGHT + 1
     assert most(costs((1.0, 0.5), way_ms=1e6)) == MAX_CHUNKS_IN_FLIGHT + 1
-
-
-def test_the_best_chunk_is_no_slower_than_others() -> None:
-    def turns_ms(learned: StepCosts, num_tokens: int, chunk: int) -> float:
-        return (-(-num_tokens // chunk) + learned.num_stages - 1) * learned.slowest_prompt().at(chunk)
-
-    for learned in (MEMORY_BOUND, costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), prompt=(40.0, 0.4))):
-        best = best_chunk_tokens(1000, learned)
-        assert MIN_CHUNK_TOKENS < best < MAX_CHUNK_TOKENS
-        for other in range(MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS):
-            assert turns_ms(learned, 1000, best) <= turns_ms(learned, 1000, other) * 1.001
-    assert best_chunk_tokens(1000, costs((10.0, 0.05))) == MAX_CHUNK_TOKENS  # with one stage nothing overlaps
 
 
 @pytest.mark.parametrize(
@@ -263,19 +260,26 @@ def test_plans_keep_their_bounds(
 
 @given(
     observed=st.lists(
-        st.tuples(st.integers(0, 130), st.integers(0, 300), st.lists(st.integers(0, 10**7), min_size=2, max_size=2), st.floats(0, 1e5)),
+        st.tuples(
+            st.integers(0, 130),
+            st.integers(0, 10**5),
+            st.integers(0, 300),
+            st.lists(st.integers(0, 10**7), min_size=2, max_size=2),
+            st.floats(0, 1e5),
+        ),
         max_size=40,
     ),
     prefilling=st.lists(st.integers(1, 5000), min_size=1, max_size=5),
     num_decoding=st.integers(0, 200),
 )
 def test_whatever_was_measured_there_is_a_plan(
-    observed: list[tuple[int, int, list[int], float]], prefilling: list[int], num_decoding: int
+    observed: list[tuple[int, int, int, list[int], float]], prefilling: list[int], num_decoding: int
 ) -> None:
     learned = StepCosts(2)
-    for num_rows, num_prompt_tokens, compute_us, round_trip_ms in observed:
+    for num_rows, start, num_prompt_tokens, compute_us, round_trip_ms in observed:
         timings = [StageTiming(0, us) for us in compute_us]
-        learned.observe(num_rows=num_rows, num_prompt_tokens=num_prompt_tokens, timings=timings, round_trip_ms=round_trip_ms)
+        prompt = PromptLoad.of(start, num_prompt_tokens)
+        learned.observe(num_rows=num_rows, prompt=prompt, timings=timings, round_trip_ms=round_trip_ms)
     found = plan(situation(ready=ids(*range(1, num_decoding + 1)), prefilling=tuple(enumerate(prefilling, start=1000))), learned)
     assert found is not None
     assert found.chunks or num_decoding
@@ -294,7 +298,8 @@ def test_nobody_starves(lengths: list[int], arrivals: int, learned: StepCosts) -
     for turn in range(2000):
         if turn < arrivals:
             waiting[1000 + turn] = 2
-        found = plan(situation(ready=ids(5000), prefilling=tuple(waiting.items()), turn=turn), learned)
+        starts = {stream: lengths[stream - 1] - left for stream, left in waiting.items() if stream <= len(lengths)}
+        found = plan(situation(ready=ids(5000), prefilling=tuple(waiting.items()), turn=turn, starts=starts), learned)
         assert found is not None
         for chunk in found.chunks:
             waiting[chunk.stream] -= chunk.num_tokens

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.messages import StageTiming
 from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer, choose
+from langchain_pshard.pipeline.cost_line import CostLine
 from langchain_pshard.pipeline.generation import GenerationParams
 from langchain_pshard.pipeline.ngram import MAX_NGRAM, NgramDrafter
+from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.speculation import num_accepted
-from langchain_pshard.pipeline.step_costs import CostLine, StepCosts
+from langchain_pshard.pipeline.step_costs import StepCosts
 
 # --- the n-gram drafter ----------------------------------------------------------------------------------------------
 
@@ -163,6 +165,14 @@ def test_a_line_is_learned_where_it_is_used_and_one_hiccup_is_no_price() -> None
     assert line.at(5) < 22.0
 
 
+def test_a_time_of_nothing_is_no_price_for_ever() -> None:
+    line = CostLine(0.1)
+    line.observe(1, 0.0)
+    for _ in range(200):
+        line.observe(1, 10.0)
+    assert line.at(1) == pytest.approx(10.0, rel=0.1)
+
+
 def test_a_slope_that_is_not_seen_any_more_goes_back_to_the_prior() -> None:
     line = CostLine(0.1)
     for _ in range(20):
@@ -191,15 +201,15 @@ def test_costs_are_never_negative_and_never_fall(observed: list[tuple[int, float
 def test_the_way_is_what_the_stages_do_not_account_for() -> None:
     costs = StepCosts(2)
     timings = [StageTiming(1000, 4000), StageTiming(0, 5000)]
-    assert costs.observe(num_rows=1, num_prompt_tokens=0, timings=timings, round_trip_ms=16.0) == 6.0
-    assert costs.observe(num_rows=1, num_prompt_tokens=0, timings=timings, round_trip_ms=110.0) == 100.0
+    assert costs.observe(num_rows=1, prompt=PromptLoad(), timings=timings, round_trip_ms=16.0) == 6.0
+    assert costs.observe(num_rows=1, prompt=PromptLoad(), timings=timings, round_trip_ms=110.0) == 100.0
     assert costs.way_ms == 6.0  # the other one waited behind somebody
     assert costs.cycle_ms(1, 1) == pytest.approx(9.0 + 6.0 + 0.6, rel=0.05)
     before = costs.cycle_ms(1, 1)
-    costs.observe(num_rows=1, num_prompt_tokens=64, timings=[StageTiming(0, 10**6)] * 2, round_trip_ms=2e3)
+    costs.observe(num_rows=1, prompt=PromptLoad.of(0, 64), timings=[StageTiming(0, 10**6)] * 2, round_trip_ms=2e3)
     assert costs.cycle_ms(1, 1) <= before  # a mixed step teaches nothing of rows
-    assert costs.slowest_prompt().at(64) > 500.0  # and of prompts what rows do not account for
-    assert costs.observe(num_rows=1, num_prompt_tokens=0, timings=timings[:1], round_trip_ms=1.0) == 0.0
+    assert costs.prompt_prices(PromptLoad())[0].at(PromptLoad.of(0, 64)) > 500.0  # and of prompts what rows do not account for
+    assert costs.observe(num_rows=1, prompt=PromptLoad(), timings=timings[:1], round_trip_ms=1.0) == 0.0
 
 
 # --- options -----------------------------------------------------------------------------------------------------------
