@@ -227,8 +227,9 @@ def test_a_failed_inference_can_be_repeated(tiny_bundle: TinyBundle, runner: Run
         text, row = piece(1, 0, prompt(20), PREFILL), piece(1, 20, [50], ROWS)
         last.run([text], first.run([text], None))
         hidden = first.run([row], None)
-        with pytest.raises(InferenceError, match="stage 1 failed to infer"):
-            last.run([row], hidden[:, :32])
+        for broken in (row, piece(1, 20, [50], ROWS, num_sampled=0)):  # also where no logits could tell
+            with pytest.raises(InferenceError, match="stage 1 failed to infer"):
+                last.run([broken], hidden[:, :32])
         repeated = last.run([row], hidden)
         assert np.allclose(last.run([row], hidden), repeated, rtol=0, atol=1e-5)
         chain.open(2, 50)

