@@ -20,10 +20,11 @@ from langchain_pshard.pipeline.cost_line import FORGET, UNKNOWN_MS, weigh
 
 _PROPORTIONS = np.array([10.0, 1.0, 6e-4])
 """Prior: base, slope and curve, with the slope as 1 (Gemma 3 270M, int4, one core, 9 layers: 2.4 ms, 0.225 ms, 1.4e-4 ms)."""
-_RIDGE = 30.0
-"""Weight of the prior, in squares of tokens: of chunks whose lengths differ by more than a few tokens it is soon forgotten. Halving or
-tripling it changes little."""
-_OUTLIER = 1.5
+_TRUST = 0.5
+"""Prior: by how much of itself each of them may be off, one standard deviation."""
+_LEAST_SCATTER = 3.0
+"""Of observations around the fit, in tokens; no stage is steadier."""
+_OUTLIER = 1.25
 """Lower than for a line: of three unknowns the base is a small difference of large times, and one of thrice its length may wipe it out."""
 
 
@@ -79,21 +80,32 @@ class PromptFit:
 
     def __init__(self) -> None:
         # Features are scaled to the prior, so that all three coefficients are alike where it holds: the price of one token.
+        self._weight = self._squares = 0.0
         self._joint = np.zeros((3, 3))
         self._timed = np.zeros(3)
-        self._is_known = False
-        self.price = _price(np.full(3, UNKNOWN_MS / _PROPORTIONS[0]))
+        self._coefficients = np.full(3, UNKNOWN_MS / _PROPORTIONS[0])
+        self.price = _price(self._coefficients)
 
     def observe(self, load: PromptLoad, milliseconds: float) -> None:
         """An inference over `load` took so long."""
-        weight, milliseconds = weigh(milliseconds, self.price.at(load) if self._is_known else None, outlier=_OUTLIER)
+        weight, milliseconds = weigh(milliseconds, self.price.at(load) if self._weight else None, outlier=_OUTLIER)
         features = _PROPORTIONS * (1.0, load.num_tokens, load.num_positions)
+        self._weight = FORGET * self._weight + weight
+        self._squares = FORGET * self._squares + weight * milliseconds * milliseconds
         self._joint = FORGET * self._joint + weight * np.outer(features, features)
         self._timed = FORGET * self._timed + weight * milliseconds * features
-        self._is_known = True
-        # The prior keeps the proportions; how dear a token is all in all, it takes from the observations.
+        self._fit()
+
+    def _fit(self) -> None:
+        # The prior keeps the proportions; how dear a token is all in all, it takes from the observations. It weighs the more the wider
+        # they scatter around the fit: a busy machine says little about proportions.
         typical = self._timed.sum() / self._joint.sum()
-        self.price = _price(_solve(self._joint + _RIDGE * np.eye(3), self._timed + _RIDGE * typical))
+        misfit = self._squares - 2 * self._coefficients @ self._timed + self._coefficients @ self._joint @ self._coefficients
+        unit = self._weight * typical * typical  # zero where times are
+        scatter = misfit / unit if unit > 0 else 0.0
+        ridge = max(scatter, _LEAST_SCATTER**2) / _TRUST**2
+        self._coefficients = _solve(self._joint + ridge * np.eye(3), self._timed + ridge * typical)
+        self.price = _price(self._coefficients)
 
 
 def _price(coefficients: np.ndarray) -> PromptPrice:

@@ -91,7 +91,7 @@ def test_the_measured_stage_is_recovered_within_a_few_prompts(lengths: Lengths) 
 
 @pytest.mark.parametrize("stage", [price(9.0, 0.225, 1.4e-4), price(0.5, 0.225, 1.4e-4), price(2.5, 0.225, 0.0), price(40.0, 1.0, 5e-3)])
 def test_other_proportions_are_learned_from_chunks_that_differ(stage: PromptPrice) -> None:
-    found = learned(stage, of_any_length, num_prompts=10)
+    found = learned(stage, of_any_length, num_prompts=20)
     for load in (PromptLoad.of(0, 32), PromptLoad.of(0, 256), PromptLoad.of(900, 100)):
         assert found.at(load) == pytest.approx(stage.at(load), rel=0.08)
 
