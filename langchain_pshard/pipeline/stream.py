@@ -88,7 +88,9 @@ class Stream:
         self.tokens: list[int] = []
         self.submitted_at = now
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
+        self.num_prompt_cached = 0
         self.num_prompt_sent = 0
+        """Of the prompt's tokens, those that need not be sent any more: cached ones included."""
         self.num_in_flight = 0
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
@@ -110,6 +112,11 @@ class Stream:
     @property
     def num_prompt_left(self) -> int:
         return len(self.request.prompt) - self.num_prompt_sent
+
+    @property
+    def num_prompt_computed(self) -> int:
+        """Tokens of the prompt that were not cached."""
+        return len(self.request.prompt) - self.num_prompt_cached
 
     @property
     def is_decoding(self) -> bool:
@@ -144,8 +151,8 @@ class Stream:
     def skip_cached(self, num_tokens: int) -> None:
         """All stages hold the first `num_tokens` of the prompt: begin behind them. Two tokens at least are computed, as one alone would
         run another kernel; a stage that holds more rewinds by the one step rule."""
-        self.num_prompt_sent = max(0, min(num_tokens, len(self.request.prompt) - 2))
-        self._account.cached(self.num_prompt_sent)
+        self.num_prompt_cached = self.num_prompt_sent = max(0, min(num_tokens, len(self.request.prompt) - 2))
+        self._account.cached(self.num_prompt_cached)
 
     def next_chunk(self, num_tokens: int, step: StepId, now: float) -> Slice:
         """The next `num_tokens` of the prompt; the last ones sample the first token."""

@@ -121,6 +121,7 @@ class Turns:
     def _situation(self, streams: Iterable[Stream]) -> scheduler.Situation:
         ready: list[Stream] = []
         prefilling: list[scheduler.Prefilling] = []
+        prompts_sent = PromptLoad()
         num_decoding = 0
         for stream in streams:
             if stream.is_decoding:
@@ -128,10 +129,17 @@ class Turns:
                 if stream.is_ready:
                     ready.append(stream)
             elif stream.num_prompt_left:
-                most = min(scheduler.MAX_CHUNK_TOKENS, stream.request.max_chunk_tokens)
                 prefilling.append(
-                    scheduler.Prefilling(stream=stream.id, start=stream.num_prompt_sent, num_left=stream.num_prompt_left, max_tokens=most)
+                    scheduler.Prefilling(
+                        stream=stream.id,
+                        begin=stream.num_prompt_cached,
+                        start=stream.num_prompt_sent,
+                        num_left=stream.num_prompt_left,
+                        max_tokens=min(scheduler.MAX_CHUNK_TOKENS, stream.request.max_chunk_tokens),
+                    )
                 )
+            else:
+                prompts_sent += PromptLoad.of(stream.num_prompt_cached, stream.num_prompt_computed)
         ready.sort(key=_last_step)
         return scheduler.Situation(
             num_in_flight=len(self._flights),
@@ -139,7 +147,7 @@ class Turns:
             num_decoding=num_decoding,
             ready=[stream.id for stream in ready],
             prefilling=prefilling,
-            prompts_in_flight=[flight.prompt for flight in self._flights.values() if flight.prompt],
+            prompts_sent=prompts_sent,
             rows_per_stream=self._rows_per_stream,
             max_chunk_tokens=self._max_chunk_tokens,
             turn=self._num_turns,

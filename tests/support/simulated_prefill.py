@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from langchain_pshard.core.messages import StageTiming, StreamId
 from langchain_pshard.pipeline.prompt_costs import PromptLoad, PromptPrice
@@ -32,10 +33,19 @@ class Prompts:
     @property
     def waiting(self) -> list[Prefilling]:
         return [
-            Prefilling(stream=StreamId(stream), start=self.sent.get(stream, 0), num_left=length - self.sent.get(stream, 0))
+            Prefilling(stream=StreamId(stream), begin=0, start=self.sent.get(stream, 0), num_left=length - self.sent.get(stream, 0))
             for stream, length in self.lengths.items()
             if self.sent.get(stream, 0) < length
         ]
+
+    def is_sent(self, stream: int) -> bool:
+        """Whether nothing of it waits any more."""
+        return self.sent.get(stream, 0) == self.lengths[stream]
+
+    @property
+    def sent_whole(self) -> PromptLoad:
+        whole = [PromptLoad.of(0, length) for stream, length in self.lengths.items() if self.is_sent(stream)]
+        return sum(whole, start=PromptLoad())
 
     def send(self, chunks: Iterable[Chunk]) -> PromptLoad:
         """The chunks go out; returns what they are to a stage."""
@@ -69,33 +79,43 @@ def prefill(costs: StepCosts, stages: Sequence[PromptPrice], lengths: Sequence[i
     """Prompts of these lengths arrive together where nobody decodes."""
     prompts = Prompts(dict(enumerate(lengths, start=1)))
     free_ms = [0.0] * len(stages)
-    flights: deque[tuple[float, PromptLoad]] = deque()
+    flights: deque[_Flight] = deque()
     loads: list[PromptLoad] = []
     chunks: list[Chunk] = []
     now_ms = 0.0
     while True:
-        while (found := _next_plan(prompts, flights, len(loads), costs)) is not None:
+        while (found := _next_plan(prompts, len(flights), len(loads), costs)) is not None:
             load = prompts.send(found.chunks)
             left_ms = now_ms
             for idx, stage in enumerate(stages):
                 free_ms[idx] = left_ms = max(left_ms, free_ms[idx]) + stage.at(load) + STEP_OVERHEAD_MS
-            flights.append((left_ms, load))
+            flights.append(_Flight(left_ms, load, [chunk.stream for chunk in found.chunks if prompts.is_sent(chunk.stream)]))
             loads.append(load)
             chunks += found.chunks
         if not flights:
             return Prefill(now_ms, tuple(loads), tuple(chunks))
-        now_ms, load = flights.popleft()
-        observe(costs, stages, load)
+        landing = flights.popleft()
+        now_ms = landing.lands_at_ms
+        for stream in landing.ends:
+            del prompts.lengths[stream]
+        observe(costs, stages, landing.load)
 
 
-def _next_plan(prompts: Prompts, flights: Sequence[tuple[float, PromptLoad]], turn: int, costs: StepCosts) -> Plan | None:
+class _Flight(NamedTuple):
+    lands_at_ms: float
+    load: PromptLoad
+    ends: list[StreamId]
+    """Prompts whose last chunk it has."""
+
+
+def _next_plan(prompts: Prompts, num_in_flight: int, turn: int, costs: StepCosts) -> Plan | None:
     now = Situation(
-        num_in_flight=len(flights),
+        num_in_flight=num_in_flight,
         num_decode_in_flight=0,
         num_decoding=0,
         ready=(),
         prefilling=prompts.waiting,
-        prompts_in_flight=[load for _, load in flights],
+        prompts_sent=prompts.sent_whole,
         turn=turn,
     )
     return plan(now, costs)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from langchain_pshard.core.messages import StreamId
 from langchain_pshard.pipeline.prompt_costs import PromptLoad, PromptPrice
 from langchain_pshard.pipeline.scheduler import (
+    CHUNK_STEP,
     MAX_CHUNK_TOKENS,
     MIN_CHUNK_TOKENS,
     PREFILL_BUDGET_TOKENS,
@@ -58,7 +59,7 @@ def test_prompts_are_through_nearly_as_soon_as_in_the_best_equal_durations(stage
     assert found.finished_ms <= allowed * best_finish_ms(stages, lengths)
 
 
-def test_the_measured_prompt_goes_in_about_eleven_chunks_of_one_duration() -> None:
+def test_the_measured_prompt_goes_in_about_ten_chunks_of_one_duration() -> None:
     stages = [MEASURED, MEASURED]
     costs = StepCosts(2)
     first, *_, last = [prefill(costs, stages, [1_000]) for _ in range(4)]
@@ -66,7 +67,8 @@ def test_the_measured_prompt_goes_in_about_eleven_chunks_of_one_duration() -> No
     assert first.finished_ms < 1.04 * best_finish_ms(stages, [1_000])
     assert 9 <= len(last.loads) <= 12
     durations = [MEASURED.at(load) for load in last.loads]
-    assert max(durations) < 1.05 * min(durations)
+    assert max(durations) < 1.2 * min(durations)
+    assert all(load.num_tokens % CHUNK_STEP == 0 for load in last.loads[:-1])  # few lengths, which come again
     assert last.loads[0].num_tokens > 1.3 * last.loads[-1].num_tokens
 
 
@@ -104,13 +106,14 @@ def test_while_somebody_decodes_the_same_time_holds_fewer_tokens_the_later_they_
     costs = knowing(price(5.0, 0.5, 1e-3))
     sizes = []
     for start in (0, 500, 2_000, 5_000):
-        waiting = [Prefilling(stream=StreamId(1), start=start, num_left=2_000)]
+        waiting = [Prefilling(stream=StreamId(1), begin=0, start=start, num_left=2_000)]
         found = plan(Situation(num_in_flight=0, num_decode_in_flight=0, num_decoding=1, ready=[StreamId(2)], prefilling=waiting), costs)
         assert found is not None
         sizes.append(found.chunks[0].num_tokens)
     # 55 ms are n (0.5 + 0.001 (start + n / 2)); at 5,000, where they are ten tokens, the shortest chunk goes all the same.
     exact = [2 * 55 / (each + math.sqrt(each**2 + 2 * 1e-3 * 55)) for each in (0.5, 1.0, 2.5)]
-    assert sizes == pytest.approx([*exact[:2], MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS], rel=0.06)
+    assert exact == pytest.approx([100.0, 53.6, 21.8], rel=0.01)
+    assert sizes == [96, 48, MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS]
 
 
 def test_nobody_waits_for_long_on_a_worker_that_is_silent() -> None:
@@ -118,7 +121,7 @@ def test_nobody_waits_for_long_on_a_worker_that_is_silent() -> None:
     found = prefill(knowing(slow), [slow], [2_000])
     durations = [slow.at(load) for load in found.loads]
     assert max(durations) < SILENCE_MS * 1.02
-    assert min(durations[:-1]) > 0.95 * SILENCE_MS
+    assert min(durations[:-1]) > 0.7 * SILENCE_MS
 
 
 def test_one_stage_takes_the_longest_chunks() -> None:
@@ -135,16 +138,14 @@ def test_a_light_second_stage_is_worth_few_chunks() -> None:
     assert 4 <= len(found.loads) <= 5 < len(even.loads)
 
 
-def test_a_burst_keeps_the_duration_that_it_began_with() -> None:
+def test_the_rest_of_a_prompt_goes_on_as_it_began() -> None:
     costs = knowing(MEASURED, MEASURED)
     whole, rest = PromptLoad.of(0, 1_000), PromptLoad.of(700, 300)
-    begun = PromptLoad.of(600, 100)
-    known, _ = costs.prompt_prices(whole)
-    assert best_turn_ms(rest, [begun], costs) == pytest.approx(known.at(begun), rel=0.2)
-    assert best_turn_ms(rest, [begun], costs) > 1.3 * best_turn_ms(rest, [], costs)
-    assert best_turn_ms(whole, [PromptLoad.of(0, 32)], costs) == best_turn_ms(whole, [], costs)  # a short one has nothing to say
-    assert best_turn_ms(PromptLoad(), [begun], costs, 60.0) == 60.0
-    assert best_turn_ms(whole, [], costs, 1.0) == 1.0
+    assert best_turn_ms(whole, rest, costs) == pytest.approx(best_turn_ms(whole, whole, costs), rel=0.15)
+    assert best_turn_ms(rest, rest, costs) < 0.8 * best_turn_ms(whole, rest, costs)  # were the 700 cached, there would be less to overlap
+    assert best_turn_ms(whole, PromptLoad(), costs, 60.0) == 60.0
+    assert best_turn_ms(whole, whole, costs, 1.0) == 1.0  # not even a token fits
+    assert best_turn_ms(whole, whole, costs, 20.0) <= 20.0
 
 
 @pytest.mark.parametrize("seed", range(4))

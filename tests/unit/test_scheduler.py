@@ -13,6 +13,7 @@ from langchain_pshard.core.messages import StageTiming, StreamId
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.scheduler import (
+    CHUNK_STEP,
     MAX_CHUNK_TOKENS,
     MAX_CHUNKS_IN_FLIGHT,
     MAX_GROUPS,
@@ -72,7 +73,9 @@ def situation(
         num_decode_in_flight=decode_in_flight,
         num_decoding=len(ready) if num_decoding is None else num_decoding,
         ready=ready,
-        prefilling=[Prefilling(stream=StreamId(stream), start=(starts or {}).get(stream, 0), num_left=left) for stream, left in prefilling],
+        prefilling=[
+            Prefilling(stream=StreamId(stream), begin=0, start=(starts or {}).get(stream, 0), num_left=left) for stream, left in prefilling
+        ],
         turn=turn,
         max_chunk_tokens=max_chunk_tokens,
     )
@@ -170,8 +173,8 @@ def test_short_prompts_that_wait_together_are_not_cut_and_share_micro_batches() 
     assert [chunk.num_tokens for chunk in together.chunks[:2]] == [40, 40]
     rest = PromptLoad(640, 16 * 40 * 20)
     price, _ = MEMORY_BOUND.prompt_prices(rest)
-    spare_ms = best_turn_ms(rest, (), MEMORY_BOUND) - price.at(PromptLoad.of(0, total))
-    assert -1e-6 < spare_ms < price.slope_ms * MIN_CHUNK_TOKENS
+    spare_ms = best_turn_ms(rest, rest, MEMORY_BOUND) - price.at(PromptLoad.of(0, total))
+    assert -price.slope_ms * CHUNK_STEP / 2 <= spare_ms < price.slope_ms * MIN_CHUNK_TOKENS
     last = plan(situation(prefilling=((1, 14), (2, 14), (3, 14))), MEMORY_BOUND)
     assert last is not None
     assert last.chunks == chunks((1, 14), (2, 14), (3, 14))  # no turn of its own for so few
