@@ -73,9 +73,6 @@ def main() -> int:
     except PShardError as error:
         console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
     return 0
 
 
