@@ -50,8 +50,11 @@ def overheads_ms(results: list[tuple[float, float]]) -> tuple[float, ...]:
     return tuple(1e3 * (arrivals[idx] - arrivals[idx - 1] - results[idx][1]) for idx in range(1, len(results)))
 
 
-def _timed_steps(layers: Sequence[int], cores: Sequence[int], on_tokens: Callable[[int], None]) -> list[tuple[float, float]]:
-    """`TimedHub.results` of one generation, without the first token's, over a chain with stage i on core `cores[i]`."""
+def _timed_steps(
+    layers: Sequence[int], cores: Sequence[int], on_tokens: Callable[[int], None], options: Sequence[str] = ()
+) -> list[tuple[float, float]]:
+    """`TimedHub.results` of one generation, without the first token's, over a chain with stage i on core `cores[i]`; `options` of its
+    workers."""
     hubs: list[TimedHub] = []
 
     def make_hub() -> TimedHub:
@@ -59,7 +62,7 @@ def _timed_steps(layers: Sequence[int], cores: Sequence[int], on_tokens: Callabl
         return hubs[-1]
 
     with contextlib.ExitStack() as stack:
-        chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=layers), cores, hub_factory=make_hub)
+        chain = start_chain(stack, demo_bundle(weights=WeightMode.INT4, layers=layers), cores, hub_factory=make_hub, options=options)
         hubs[0].results.clear()
         for chunk in chain.client.generate(PROMPT, GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)):
             on_tokens(len(chunk.token_ids))
@@ -74,12 +77,20 @@ def run(console: Console) -> Report:
     """
     cores = two_cores()
     with Progress(console=console) as progress:
-        measuring = progress.add_task(f"2 x {NUM_TOKENS} tokens", total=2 * NUM_TOKENS)
-        results = _timed_steps(LAYERS, cores, lambda count: progress.advance(measuring, count))
+        measuring = progress.add_task(f"3 x {NUM_TOKENS} tokens", total=3 * NUM_TOKENS)
+
+        def advance(num_tokens: int) -> None:
+            progress.advance(measuring, num_tokens)
+
+        results = _timed_steps(LAYERS, cores, advance)
+        asleep = _timed_steps(LAYERS, cores, advance, ["--busy-poll-ms", "0"])
         # Two workers fill both cores, and an inference leaves nothing of the client's code in their caches. A single one leaves it a core.
-        alone = _timed_steps((sum(LAYERS),), cores[:1], lambda count: progress.advance(measuring, count))
+        alone = _timed_steps((sum(LAYERS),), cores[:1], advance)
     per_step = Samples(name="step beyond compute", unit="ms", values=overheads_ms(results))
     per_hop = Samples(name="per hop", unit="ms", values=tuple(value / NUM_HOPS for value in per_step.values))
+    per_hop_asleep = Samples(
+        name="per hop, workers that sleep between steps", unit="ms", values=tuple(v / NUM_HOPS for v in overheads_ms(asleep))
+    )
     per_hop_alone = Samples(
         name="per hop, one stage, client on a core of its own", unit="ms", values=tuple(v / 2 for v in overheads_ms(alone))
     )
@@ -90,8 +101,9 @@ def run(console: Console) -> Report:
         figures=(
             Figure(key="p50_ms", value=per_hop.median, at_most=TARGET_MS),
             Figure(key="p50_step_ms", value=per_step.median),
+            Figure(key="p50_asleep_ms", value=per_hop_asleep.median),
             Figure(key="p50_own_core_ms", value=per_hop_alone.median),
         ),
-        samples=(per_hop, per_step, per_hop_alone, compute),
+        samples=(per_hop, per_step, per_hop_asleep, per_hop_alone, compute),
         settings=settings_of(LAYERS, users=1, tokens=NUM_TOKENS, hops="client to first, first to last, last to client"),
     )

@@ -15,6 +15,7 @@ try:
     from workers.measure import measure
     from workers.process import Options, serve
     from workers.report import Report
+    from workers.server import BUSY_POLL_S
     from workers.shard import DEFAULT_KV_MEMORY_BYTES, Settings
 except ModuleNotFoundError as error:  # a base install has the command but not what it needs
     if error.name not in {"click", "rich", "psutil"}:
@@ -78,6 +79,13 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     " the model is cut. All workers of a chain need the same.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Inference threads.  [default: the device's choice]")
+@click.option("--huge-pages/--no-huge-pages", default=True, help="Linux: move the weights to huge pages, which are read faster.")
+@click.option(
+    "--busy-poll-ms",
+    type=click.IntRange(min=0, max=1_000),
+    default=round(1e3 * BUSY_POLL_S),
+    help="Wait awake for the next step, for so long, where steps follow one another that closely. 0: sleep at once, for batteries.",
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
 @click.option("--allow-logits", is_flag=True, help="Let clients ask for whole logits, to compare with others. Not for production.")
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without any protection.")
@@ -96,6 +104,8 @@ def command(
     prefix_cache: bool | None,
     activation: Any,
     threads: int | None,
+    huge_pages: bool,
+    busy_poll_ms: int,
     log_format: str,
     allow_logits: bool,
     insecure: bool,
@@ -128,6 +138,8 @@ def command(
             is_insecure=insecure,
             allows_logits=allow_logits,
             exits_with_parent=exit_with_parent,
+            uses_huge_pages=huge_pages,
+            busy_poll_s=busy_poll_ms / 1e3,
         )
         serve(options, report)
     except PShardError as error:

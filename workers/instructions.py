@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -116,27 +116,21 @@ class WaitingStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(piece.tokens) for piece in self.slices)
+        return sum([len(piece.tokens) for piece in self.slices])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class Run(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Compute these steps of one stage as one inference; how it went comes back through
     `Worker.computed`, `Worker.sampled` or `Worker.failed`."""
 
     stage_idx: int
     steps: tuple[WaitingStep, ...]
-    slices: tuple[RunSlice, ...] = field(init=False)
-    """The slices of all steps, in order; a stream appears once."""
-
-    def __post_init__(self) -> None:
-        steps = self.steps
-        slices = steps[0].slices if len(steps) == 1 else tuple(piece for waiting in steps for piece in waiting.slices)
-        object.__setattr__(self, "slices", slices)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(waiting.num_tokens for waiting in self.steps)
+    def slices(self) -> tuple[RunSlice, ...]:
+        """The slices of all steps, in order; a stream appears once."""
+        steps = self.steps
+        return steps[0].slices if len(steps) == 1 else tuple([piece for waiting in steps for piece in waiting.slices])
 
     @property
     def hidden(self) -> Tensor | None:

@@ -24,9 +24,10 @@ from langchain_pshard.transport.hub import Hub
 from langchain_pshard.transport.zeromq import ZmqHub
 from workers.grammar import GrammarCompiler
 from workers.head import Head
+from workers.huge_pages import move_to_huge_pages
 from workers.report import Report
 from workers.runners.runner import Runner
-from workers.server import DraftEngine, Server
+from workers.server import BUSY_POLL_S, DraftEngine, Server
 from workers.shard import Settings, make_draft_runner, make_runner
 from workers.stopping import StopSwitch
 from workers.worker import Identity, Worker
@@ -48,6 +49,10 @@ class Options:
     allows_logits: bool = False
     """Clients may ask for whole logits, to compare them with others'."""
     exits_with_parent: bool = False
+    uses_huge_pages: bool = True
+    """Move the weights to huge pages, where the system offers them."""
+    busy_poll_s: float = BUSY_POLL_S
+    """Longest pause between inferences that is spent awake."""
 
 
 def serve(options: Options, report: Report) -> None:
@@ -79,11 +84,22 @@ def serve(options: Options, report: Report) -> None:
             with report.busy("loading the draft"):
                 engine = DraftEngine(runner=make_draft_runner(options.bundle, draft, options.settings), sampler=Head())
             stack.callback(engine.runner.close)
+        if options.uses_huge_pages:
+            with report.busy("moving to huge pages"):
+                move_to_huge_pages()
         if grammars is not None:
             grammars.wait()
         identity = identify(manifest, runners, engine.runner if engine else None, allows_logits=options.allows_logits)
         worker = Worker(identity)
-        server = Server(hub=hub, worker=worker, runners=runners, sampler=Head(grammars), bundle=options.bundle, draft=engine)
+        server = Server(
+            hub=hub,
+            worker=worker,
+            runners=runners,
+            sampler=Head(grammars),
+            bundle=options.bundle,
+            draft=engine,
+            busy_poll_s=options.busy_poll_s,
+        )
         switch.attach(server)
         report.ready(identity, address)
         server.serve()

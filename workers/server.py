@@ -6,6 +6,7 @@ What to do is decided in `worker`, without any of these; here it is carried out.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from langchain_pshard.core.messages import FETCH_CHUNK_BYTES, Fetched, Message, 
 from langchain_pshard.core.roles import EngineStatus, StageStatus
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.transport.hub import Arrived, Event, Hub, Lost
+from workers.cadence import Cadence
 from workers.draft import Drafts
 from workers.instructions import (
     CloseDraft,
@@ -45,9 +47,14 @@ IDLE_POLL_S = 1.0
 """Longest wait for a message: leases and joins are looked after this often."""
 DRAIN_S = 30.0
 """How long open streams may go on after the worker was told to stop."""
+BUSY_POLL_S = 0.010
+"""Longest pause between inferences that is spent awake (`cadence`)."""
 _MAX_POLLS = 8  # before each inference: lets waiting steps merge, and a flood cannot starve the engine
 
 logger = logging.getLogger("pshard.worker")
+
+
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has only the latter
 
 
 class Sampler(Protocol):
@@ -78,6 +85,7 @@ class Server:
         sampler: needed exactly when the last stage is among them.
         bundle: folder that the tokenizer files are read from.
         draft: needed exactly when `worker` drafts.
+        busy_poll_s: longest pause between inferences that is spent awake; 0 to sleep in every one.
         clock: seconds, never going back.
     """
 
@@ -90,6 +98,7 @@ class Server:
         sampler: Sampler,
         bundle: Path,
         draft: DraftEngine | None = None,
+        busy_poll_s: float = BUSY_POLL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hub = hub
@@ -98,6 +107,7 @@ class Server:
         self._sampler = sampler
         self._bundle = bundle
         self._draft = draft
+        self._cadence = Cadence(busy_poll_s)
         self._clock = clock
         self._started_s = clock()
         self._looked_s = clock()
@@ -135,13 +145,16 @@ class Server:
     # --- receive, decide ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> Iterable[Event]:
-        timeout_s = 0.0 if self._worker.has_work else IDLE_POLL_S
+        is_awake = self._cadence.stays_awake(self._clock())
+        timeout_s = 0.0 if self._worker.has_work or is_awake else IDLE_POLL_S
         for _ in range(_MAX_POLLS):
             events = self._hub.poll(timeout_s)
             yield from events
             if not events or not self._worker.expects_more:
-                return
+                break
             timeout_s = 0.0
+        if is_awake and not self._worker.has_work:
+            _give_way()  # to whoever shares this core: a client, another worker
 
     def _decide(self, event: Event) -> list[Instruction]:
         match event:
@@ -194,18 +207,22 @@ class Server:
                     self._hub.send(link, self._status(instruction))
 
     def _run(self, run: Run) -> list[Instruction]:
+        results: list[SliceResult] | None = None
         started_s = self._clock()
         try:
             output = self._runners[run.stage_idx].run(run.slices, run.hidden)
             if self._worker.stage(run.stage_idx).shape.is_last:
                 results = self._sampler.sample(cast(Logits, output), run.slices)
-                return self._worker.sampled(run, results, output, started_s=started_s, ended_s=self._clock())
-            if output.dtype == np.float32:
+            elif output.dtype == np.float32:
                 check_finite(cast(Float32s, output), run.slices)
         except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
-        return self._worker.computed(run, output, started_s=started_s, ended_s=self._clock())
+        ended_s = self._clock()
+        self._cadence.ran(started_s, ended_s)
+        if results is None:
+            return self._worker.computed(run, output, started_s=started_s, ended_s=ended_s)
+        return self._worker.sampled(run, results, output, started_s=started_s, ended_s=ended_s)
 
     def _open(self, wanted: OpenStream) -> int | PShardError:
         is_last = self._worker.stage(wanted.stage_idx).shape.is_last
@@ -237,7 +254,9 @@ class Server:
         except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("the draft failed on %d steps: %s", len(run.steps), error)
             return self._drafts.failed(run, error)
-        return self._drafts.sampled(run, results, started_s=started_s, ended_s=self._clock())
+        ended_s = self._clock()
+        self._cadence.ran(started_s, ended_s)
+        return self._drafts.sampled(run, results, started_s=started_s, ended_s=ended_s)
 
     def _open_draft(self, wanted: OpenDraft) -> int | PShardError:
         draft = self._draft_engine()

@@ -99,7 +99,9 @@ class Stage:
     @property
     def expects_more(self) -> bool:
         """Whether steps wait and not every stream has one among them: others may come that would run together with them."""
-        return 0 < sum(len(waiting.slices) for waiting in self._waiting) < len(self._streams)
+        if not self._waiting or len(self._streams) == 1:
+            return False
+        return sum([len(waiting.slices) for waiting in self._waiting]) < len(self._streams)
 
     def length(self, key: StreamKey) -> int:
         """Positions held for an open stream."""
@@ -126,7 +128,7 @@ class Stage:
             return None if hidden is None else "the first stage takes token ids, and a tensor came with them"
         dtype = NUMPY_DTYPES[self.shape.boundary]
         wanted = (sum([step.num_tokens for step in steps]), self.shape.row_width)
-        if hidden is not None and hidden.dtype == dtype and hidden.shape == wanted:
+        if hidden is not None and hidden.shape == wanted and hidden.dtype == dtype:
             return None
         found = "none" if hidden is None else f"{hidden.dtype}{list(hidden.shape)}"
         return f"stage {self.shape.stage_idx} needs hidden states {dtype}{list(wanted)}, got {found}"
@@ -144,10 +146,11 @@ class Stage:
         if num_tokens > MAX_STEP_TOKENS:
             text = f"a step of {num_tokens} tokens; at most {MAX_STEP_TOKENS} are allowed: send several"
             return all_dropped(step, ProtocolError.code, text)
-        num_logits = sum(piece.num_sampled for piece in step.slices if piece.returns_logits) * self.shape.vocab_size
-        if 4 * num_logits > MAX_LOGITS_BYTES:
-            text = f"a step that asks for {4 * num_logits} bytes of logits; at most {MAX_LOGITS_BYTES} are allowed: send several"
-            return all_dropped(step, ProtocolError.code, text)
+        if self.shape.allows_logits:
+            num_logits = sum(piece.num_sampled for piece in step.slices if piece.returns_logits) * self.shape.vocab_size
+            if 4 * num_logits > MAX_LOGITS_BYTES:
+                text = f"a step that asks for {4 * num_logits} bytes of logits; at most {MAX_LOGITS_BYTES} are allowed: send several"
+                return all_dropped(step, ProtocolError.code, text)
         times = Counter(piece.stream for piece in step.slices) if len(step.slices) > 1 else {}
         kept: list[int] = []
         slices: list[RunSlice] = []
@@ -256,16 +259,15 @@ class Stage:
         return _only(waiting, kept), tuple(failures)
 
     def _breaks_rule(self, piece: RunSlice, stream: _Stream) -> StreamFailure | None:
-        where = self.shape.title
-        name = piece.key.stream
+        end = piece.start + len(piece.tokens)
+        if piece.start <= stream.length and end <= stream.reserved:
+            return None
+        where, name = self.shape.title, piece.key.stream
         if piece.start > stream.length:
             text = f"{where} holds {stream.length} positions of stream {name}, the slice starts at {piece.start}: send it again from there"
             return StreamFailure(name, StateLostError.code, text)
-        end = piece.start + len(piece.tokens)
-        if end > stream.reserved:
-            text = f"{where} reserved {stream.reserved} positions for stream {name}, the slice ends at {end}: open it with more"
-            return StreamFailure(name, ProtocolError.code, text)
-        return None
+        text = f"{where} reserved {stream.reserved} positions for stream {name}, the slice ends at {end}: open it with more"
+        return StreamFailure(name, ProtocolError.code, text)
 
     def _begin(self, run: Run) -> None:
         for waiting in run.steps:
@@ -275,9 +277,10 @@ class Stage:
     def succeeded(self, run: Run, compute_s: float) -> None:
         """The engine computed `run`: its streams are as long as their slices reach."""
         for piece in run.slices:
-            self._streams[piece.key].length = piece.start + len(piece.tokens)
+            count = len(piece.tokens)
+            self._streams[piece.key].length = piece.start + count
+            self.num_tokens += count
         self.num_steps += 1
-        self.num_tokens += run.num_tokens
         self.compute_s += compute_s
 
     def failed(self, run: Run, code: str, message: str) -> tuple[Dropped, ...]:

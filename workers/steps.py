@@ -25,6 +25,7 @@ class Steps:
     def __init__(self, worker: WorkerId, stages: Mapping[int, Stage], members: Membership) -> None:
         self._worker = worker
         self._stages = stages
+        self._last_first = tuple(sorted(stages.items(), reverse=True))
         self._members = members
         self.num_malformed = 0
 
@@ -54,7 +55,9 @@ class Steps:
             if client is None or step.epoch < client.epoch:
                 continue
             self._members.heard(step.client, now_s)
-            out += self._tell(batch.stage_idx, self._take_step(batch.stage_idx, step, rows, client, fault, now_s))
+            dropped = self._take_step(batch.stage_idx, step, rows, client, fault, now_s)
+            if dropped.failures:
+                out += self._tell(batch.stage_idx, dropped)
         return out
 
     def _fault(self, batch: MicroBatch, hidden: Tensor | None) -> str | None:
@@ -89,11 +92,13 @@ class Steps:
         The last of several stages goes first: results leave early, and meanwhile steps gather at the first one.
         """
         out: list[Instruction] = []
-        for stage_idx in sorted(self._stages, reverse=True):
-            verdict = self._stages[stage_idx].next_run()
-            out += [reply for dropped in verdict.dropped for reply in self._tell(stage_idx, dropped)]
+        for stage_idx, stage in self._last_first:
+            verdict = stage.next_run()
+            for dropped in verdict.dropped:
+                out += self._tell(stage_idx, dropped)
             if verdict.run is not None:
-                return [*out, verdict.run]
+                out.append(verdict.run)
+                break
         return out
 
     def failed(self, run: Run, error: InferenceError | CapacityError | StateLostError) -> list[Instruction]:
@@ -112,8 +117,9 @@ class Steps:
             step = _passed(waiting, started_s, ended_s)
             own = tuple(results[first : first + len(step.slices)])
             first += len(step.slices)
-            num_rows = sum(piece.num_sampled for piece in waiting.slices)
-            tensor = _asked_for(waiting.slices, logits[first_row : first_row + num_rows])
+            num_rows = sum([piece.num_sampled for piece in waiting.slices])
+            asking = [piece for piece in waiting.slices if piece.returns_logits]  # nearly always none
+            tensor = _asked_for(waiting.slices, logits[first_row : first_row + num_rows]) if asking else None
             first_row += num_rows
             message = StepResult(
                 epoch=step.epoch,
@@ -121,7 +127,7 @@ class Steps:
                 results=own,
                 timings=step.timings,
                 logits=None if tensor is None else tensor_spec(tensor),
-                logits_of=tuple(piece.key.stream for piece in waiting.slices if piece.returns_logits),
+                logits_of=tuple([piece.key.stream for piece in asking]),
             )
             out.append(Reply(link=self._client_of(step).link, message=message, tensor=tensor))
         return out
@@ -163,28 +169,22 @@ class Steps:
 
 
 def _asked_for(slices: Sequence[RunSlice], logits: Tensor) -> Tensor | None:
-    """The logits of the slices that ask for them, [positions, vocab]; nearly always none do."""
-    if not any(piece.returns_logits and piece.num_sampled for piece in slices):
-        return None
+    """The logits of the slices that ask for them, [positions, vocab]; None when they sample nothing."""
     parts: list[Tensor] = []
     begin = 0
     for piece in slices:
-        if piece.returns_logits:
+        if piece.returns_logits and piece.num_sampled:
             parts.append(logits[begin : begin + piece.num_sampled])
         begin += piece.num_sampled
-    return join_rows(parts)
+    return join_rows(parts) if parts else None
 
 
 def _passed(waiting: WaitingStep, started_s: float, ended_s: float) -> Step:
     """The step as it leaves a stage: only the slices that were computed, and one timing more."""
-    timing = StageTiming(_microseconds(started_s - waiting.arrived_s), _microseconds(ended_s - started_s))
+    timing = StageTiming(round(1e6 * (started_s - waiting.arrived_s)), round(1e6 * (ended_s - started_s)))
     step = waiting.step
     slices = step.slices
     if len(waiting.slices) < len(slices):
         kept = {piece.key.stream for piece in waiting.slices}
         slices = tuple(piece for piece in slices if piece.stream in kept)
     return Step(client=step.client, epoch=step.epoch, step_id=step.step_id, slices=slices, timings=(*step.timings, timing))
-
-
-def _microseconds(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
 
-class DType(Enum):
+class DType(StrEnum):
     """Element types a tensor may have on the wire. numpy has no bf16: its bits travel and are handled as uint16."""
 
     F32 = "f32"

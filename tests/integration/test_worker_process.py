@@ -308,6 +308,7 @@ def test_an_idle_worker_costs_nothing(bundle: Path) -> None:
         talk = Talk(ready)
         with talk.hub:
             talk.open()
+            talk.generate([5, 6, 7], 8)  # after which it has waited awake for long enough
             worker = psutil.Process(process.pid)
             before, began = worker.cpu_times(), time.monotonic()
             time.sleep(3)
