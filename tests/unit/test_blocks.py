@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from langchain_pshard.core.errors import CapacityError, StateLostError
+from langchain_pshard.core.kv import BLOCK_TOKENS, MAX_SLICE_TOKENS, num_blocks_for
 from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
-from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable, num_blocks_for
+from workers.blocks import BlockPool, BlockTable
 from workers.prefix import name_blocks
-from workers.runners.runner import MAX_SLICE_TOKENS, StreamKey, TokenArray
+from workers.runners.runner import StreamKey, TokenArray
 
 NUM_BLOCKS = 12
 MIB_PER_BLOCK = 2
