@@ -86,9 +86,6 @@ def main() -> int:
             parser.error(f"--json {options.json}: cannot be written ({error.strerror})")
     try:
         report = BENCHES[options.name](Console(stderr=True))
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
     except (PShardError, ProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

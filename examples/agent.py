@@ -17,10 +17,9 @@ from langgraph.errors import GraphRecursionError
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from examples.fleet_option import model_options, parser
+from examples.fleet_option import parser, run
 from examples.tools_agent import MAX_TURNS, TOOLS
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.errors import PShardError
 
 INSTRUCTION = "Use the tools, then answer in one sentence."
 _TOOLS = list(TOOLS.values())
@@ -78,16 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("question", nargs="?", default="What is 17 * 23?")
     options.add_argument("--by", choices=AGENTS, default="langchain", help="whose agent")
     asked = options.parse_args(arguments)
-    try:
-        with ChatPShard(**model_options(asked)) as model:
+
+    def ask(model: ChatPShard) -> None:
+        try:
             for message in messages(AGENTS[asked.by](model), asked.question):
                 message.pretty_print()
-    except GraphRecursionError:
-        print(f"(no answer after {MAX_TURNS} turns)")
-    except PShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        except GraphRecursionError:
+            print(f"(no answer after {MAX_TURNS} turns)")
+
+    return run(asked, ask)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from pathlib import Path
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
-from examples.fleet_option import model_options, parser
+from examples.fleet_option import parser, run
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.errors import PShardError
 
 PROMPT = ChatPromptTemplate.from_template("Say in one sentence what this text is about.\n\n{text}")
 SAMPLES = {"ships": "A keel is the spine of a ship.", "snow": "Snow is ice that fell slowly.", "tea": "Tea is steeped, not boiled."}
@@ -38,14 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("files", nargs="*", type=Path, help="text files; without any, three samples")
     asked = options.parse_args(arguments)
     texts = {path.name: path.read_text(encoding="utf-8") for path in asked.files} or SAMPLES
-    try:
-        with ChatPShard(**model_options(asked)) as model:
-            for name, answer in asyncio.run(answers(model, texts)).items():
-                print(f"{name}: {answer}")
-    except PShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    def summarise(model: ChatPShard) -> None:
+        for name, answer in asyncio.run(answers(model, texts)).items():
+            print(f"{name}: {answer}")
+
+    return run(asked, summarise)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from export_tools.locks import turn_to_make
 from langchain_pshard import ChatPShard
 from langchain_pshard.core.bundle import Manifest, load_manifest, verify_files
 from langchain_pshard.core.errors import BundleError, PShardError
 from langchain_pshard.core.version import software_version
 from langchain_pshard.pipeline.local import LocalFleet
 
+SOURCE = "demo"
 NUM_STAGES = 2
 WEIGHTS = "int8"
 """The smallest mode within 6 % of float32's perplexity on a fixed text (docs/export.md has the figures of all modes)."""
@@ -71,9 +73,6 @@ def main() -> int:
     except PShardError as error:
         console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
     return 0
 
 
@@ -95,16 +94,20 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def demo_bundle() -> Path:
-    """The exported model: from the cache when this version made it before and it is whole, else exported now."""
+    """The exported model: from the cache when this version made it before and it is whole, else exported now.
+
+    Two demos at once make it once: the second waits for the first, and goes on in its place should it die.
+    """
     bundle = platformdirs.user_cache_path("pshard", appauthor=False) / "demo" / f"gemma3-270m-{WEIGHTS}-{software_version()}"
-    try:
-        check_bundle(bundle)
-    except BundleError as error:
-        if bundle.exists():
-            console.print(f"making the bundle again: {error}", highlight=False, markup=False, soft_wrap=True)
-            shutil.rmtree(bundle)
-        console.print(f"exporting Gemma 3 270M into {NUM_STAGES} shards at {bundle}", highlight=False, markup=False, soft_wrap=True)
-        export(["demo", "-o", str(bundle), "--stages", str(NUM_STAGES), "--weights", WEIGHTS, "--no-measure"])
+    with turn_to_make(bundle, waiting("waiting for another process that makes the same bundle")) as turn:
+        try:
+            check_bundle(bundle)
+        except BundleError as error:
+            if bundle.exists():
+                console.print(f"making the bundle again: {error}", highlight=False, markup=False, soft_wrap=True)
+                shutil.rmtree(bundle)
+            console.print(f"exporting Gemma 3 270M into {NUM_STAGES} shards at {bundle}", highlight=False, markup=False, soft_wrap=True)
+            export([SOURCE, "-o", str(bundle), "--stages", str(NUM_STAGES), "--weights", WEIGHTS, "--no-measure"], turn)
     return bundle
 
 
@@ -115,14 +118,18 @@ def check_bundle(bundle: Path) -> None:
         verify_files(bundle, manifest.tokenizer_files + tuple(file for stage in manifest.stages for file in stage.files))
 
 
-def export(options: Sequence[str]) -> None:
+def export(options: Sequence[str], turn: int) -> None:
     """Run `pshard-export` in the foreground, in a process of its own, whose gigabytes go when it ends; its bars go to stderr.
+
+    It holds `turn` as well: should this process be killed, the next one waits until the export is over, too. Windows gives a lock to one
+    process alone; there the exporter's own lock refuses a second export with its message.
 
     Raises:
         PShardError: it failed, after saying why itself.
     """
     command = [sys.executable, "-m", "export_tools", *options]
-    program = subprocess.Popen(command, stdout=subprocess.DEVNULL)  # noqa: S603 - our own, no shell; its summary is for other users
+    inherited = () if sys.platform == "win32" else (turn,)
+    program = subprocess.Popen(command, stdout=subprocess.DEVNULL, pass_fds=inherited)  # noqa: S603 - no shell; its summary is for others
     try:
         exit_code = program.wait()
     except BaseException:

@@ -1,10 +1,15 @@
-"""The options that every example shares: which fleet to talk to."""
+"""What the examples share: the options that say which fleet to talk to, and the way they talk to it."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from langchain_pshard import ChatPShard
+from langchain_pshard.core.errors import PShardError
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -22,3 +27,14 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 def model_options(options: argparse.Namespace) -> dict[str, Any]:
     """What of it `ChatPShard` takes."""
     return {name: getattr(options, name) for name in ("bundle", "workers", "max_tokens", "temperature", "seed")}
+
+
+def run(options: argparse.Namespace, use: Callable[[ChatPShard], None]) -> int:
+    """Give `use` a model on the fleet that was asked for; returns the exit code, after telling what went wrong if something did."""
+    try:
+        with ChatPShard(**model_options(options)) as model:
+            use(model)
+    except PShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -22,9 +22,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from examples.fleet_option import model_options, parser
+from examples.fleet_option import parser, run
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.errors import PShardError
 
 SUFFIXES = (".md", ".rst", ".txt")
 PASSAGE_CHARS = 400
@@ -88,17 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         print(f"error: no text in {asked.folder}; it is searched for {', '.join(SUFFIXES)}", file=sys.stderr)
         return 1
-    try:
-        with ChatPShard(**model_options(asked)) as model:
-            chain = PROMPT | model | StrOutputParser()
-            notes = "\n\n".join(document.page_content for document in found)
-            for piece in chain.stream({"notes": notes, "question": asked.question}):
-                print(piece, end="", flush=True)
-    except PShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"\n\nFrom: {', '.join(dict.fromkeys(document.metadata['source'] for document in found))}")
-    return 0
+
+    def answer(model: ChatPShard) -> None:
+        chain = PROMPT | model | StrOutputParser()
+        notes = "\n\n".join(document.page_content for document in found)
+        for piece in chain.stream({"notes": notes, "question": asked.question}):
+            print(piece, end="", flush=True)
+        print(f"\n\nFrom: {', '.join(dict.fromkeys(document.metadata['source'] for document in found))}")
+
+    return run(asked, answer)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 
-from examples.fleet_option import model_options, parser
+from examples.fleet_option import parser, run
 from langchain_pshard import ChatPShard
-from langchain_pshard.core.errors import PShardError
 
 MAX_TURNS = 5
 
@@ -33,7 +32,7 @@ def count_letters(word: str) -> int:
 TOOLS = {one.name: one for one in (multiply, count_letters)}
 
 
-def run(model: ChatPShard, question: str) -> list[BaseMessage]:
+def conversation(model: ChatPShard, question: str) -> list[BaseMessage]:
     """The whole conversation, ended by an answer or after `MAX_TURNS`."""
     history: list[BaseMessage] = [SystemMessage("Use the tools, then answer in one sentence."), HumanMessage(question)]
     choice = "any"
@@ -51,14 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("tools_agent", "Ask an agent that can calculate.")
     options.add_argument("question", nargs="?", default="What is 17 * 23?")
     asked = options.parse_args(arguments)
-    try:
-        with ChatPShard(**model_options(asked)) as model:
-            for message in run(model, asked.question):
-                message.pretty_print()
-    except PShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    def ask(model: ChatPShard) -> None:
+        for message in conversation(model, asked.question):
+            message.pretty_print()
+
+    return run(asked, ask)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 from langchain_pshard.core.bundle import Manifest, WeightMode
 from langchain_pshard.core.errors import MissingExtraError, PShardError
+from langchain_pshard.core.interrupts import EXIT_INTERRUPTED
 
 try:
     import click
@@ -26,7 +27,6 @@ except ModuleNotFoundError as error:  # a base install has the command but not w
 
 _MODES = click.Choice([mode.value for mode in WeightMode])
 _HEAVY_PACKAGES = frozenset({"gguf", "huggingface_hub", "openvino", "safetensors", "torch", "transformers"})
-_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 class LayerCounts(click.ParamType[tuple[int, ...]]):
@@ -158,7 +158,7 @@ def main(
         sys.exit(1)
     except KeyboardInterrupt:
         click.echo(f"interrupted; {output} is as it was. The same command goes on where it stopped.", err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     click.echo(as_json(manifest, output) if wants_json else summary(manifest, output))
 
 

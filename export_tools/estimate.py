@@ -8,7 +8,7 @@ import transformers
 from export_tools.compress import WeightModes
 from export_tools.export import part_bytes
 from export_tools.placement import ModelProfile
-from export_tools.profile import estimated_profile
+from export_tools.profile import estimated_profile, passed_windows
 from export_tools.progress import SilentProgress
 from export_tools.source import identify
 from export_tools.weights import sizes_of
@@ -36,4 +36,5 @@ def profile_of_source(source: str, weights: WeightMode) -> ModelProfile:
         ends=modes.head,
         hidden_size=found.shape.hidden_size,
         kv_values=2 * found.shape.num_kv_heads * found.shape.head_dim,
+        windows=passed_windows(found.shape.attention_windows, found.shape.runners),
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from langchain_pshard.core.bundle import LayerSpan, PartCost
 from langchain_pshard.core.errors import InvalidOptionError, NoPlanError
+from langchain_pshard.core.kv import kept_tokens
 
 MAX_NODES = 12  # the number of subsets doubles with each; twelve take about two seconds
 WORKER_BYTES = 256 << 20
@@ -61,6 +63,8 @@ class ModelProfile:
     """One token's hidden state, as it travels between stages."""
     kv_layer_bytes: int
     """KV of one position in one layer."""
+    windows: tuple[int | None, ...]
+    """Attention window of each layer whose stage could give KV back; None where a layer sees all, and everywhere without a paged form."""
     is_measured: bool
     """False: costs are estimated from bytes."""
 
@@ -138,6 +142,7 @@ class Plan:
 
     users: Users
     context_tokens: int
+    num_streams: int | None
     stages: tuple[PlannedStage, ...]
     enter_ms: float
     """From the client to the first stage."""
@@ -161,7 +166,9 @@ class Plan:
         return 1e3 / (self.token_ms if self.users is Users.ONE else self.slowest_ms)
 
 
-def plan_fleet(model: ModelProfile, nodes: Sequence[Node], client: LinkEnd, *, users: Users, context_tokens: int) -> Plan:
+def plan_fleet(
+    model: ModelProfile, nodes: Sequence[Node], client: LinkEnd, *, users: Users, context_tokens: int, num_streams: int | None = None
+) -> Plan:
     """The best chain of stages over any of the nodes, in any order.
 
     Args:
@@ -169,7 +176,8 @@ def plan_fleet(model: ModelProfile, nodes: Sequence[Node], client: LinkEnd, *, u
         nodes: at most `MAX_NODES`, each used for at most one stage.
         client: how the client is connected.
         users: what is minimised.
-        context_tokens: KV positions each stage must hold, over all streams.
+        context_tokens: KV positions each stage must hold, over all streams; of a stage that gives KV back, what it keeps of them.
+        num_streams: most streams that these are; None when nobody knows, then no stage counts on giving any back.
 
     Raises:
         InvalidOptionError: too many nodes, or none.
@@ -177,7 +185,8 @@ def plan_fleet(model: ModelProfile, nodes: Sequence[Node], client: LinkEnd, *, u
     """
     if not 1 <= len(nodes) <= MAX_NODES:
         raise InvalidOptionError(f"a fleet of {len(nodes)} nodes cannot be planned: name 1 to {MAX_NODES} nodes")
-    stages = [_NodeStages(model, node, context_tokens) for node in nodes]
+    kv_bytes = _kv_bytes(model, context_tokens, num_streams)
+    stages = [_NodeStages(model, node, kv_bytes) for node in nodes]
     tables = np.stack([each.decode_ms for each in stages])  # [nodes, start, end]
     links = _Links(nodes, client, model.hidden_bytes)
     if users is Users.MANY:
@@ -188,12 +197,13 @@ def plan_fleet(model: ModelProfile, nodes: Sequence[Node], client: LinkEnd, *, u
             links.forbid(links.transfer_ms > slowest_ms)
     best = _best_chain(tables, links.hops, np.add)
     if best is None:
-        raise NoPlanError(_too_small(model, nodes, context_tokens))
+        raise NoPlanError(_too_small(model, nodes, context_tokens, kv_bytes))
     chain = best[1]
     used = {node_idx for node_idx, _ in chain}
     return Plan(
         users=users,
         context_tokens=context_tokens,
+        num_streams=num_streams,
         stages=tuple(
             _planned(stages[node_idx], links, span, node_idx, chain[place + 1][0] if place + 1 < len(chain) else None)
             for place, (node_idx, span) in enumerate(chain)
@@ -207,16 +217,15 @@ def plan_fleet(model: ModelProfile, nodes: Sequence[Node], client: LinkEnd, *, u
 class _NodeStages:
     """Every stage one node could hold; tables are indexed [start, end] and infinite where there is no such stage or it does not fit."""
 
-    def __init__(self, model: ModelProfile, node: Node, context_tokens: int) -> None:
+    def __init__(self, model: ModelProfile, node: Node, kv_bytes: Table) -> None:
         self.node = node
-        num_layers = len(model.layers)
         scale = self._scale(model)
         layers, embedding, head, step_ms = self._decode_costs(model, scale)
         decode = _spans(layers, embedding, head) + step_ms
         prefill_scale = scale if node.cost else 1 / node.prefill_speed
         prefill = _spans([part.prefill_ms for part in model.layers], model.embedding.prefill_ms, model.head.prefill_ms) * prefill_scale
         self.weight_bytes = _spans([part.num_bytes for part in model.layers], model.embedding.num_bytes, model.head.num_bytes)
-        self.kv_bytes = _spans([float(model.kv_layer_bytes * context_tokens)] * num_layers, 0, 0)
+        self.kv_bytes = kv_bytes
         self.fits = self.weight_bytes + self.kv_bytes + WORKER_BYTES <= node.memory_bytes
         self.decode_ms = np.where(self.fits, decode, np.inf)
         self.prefill_ms = prefill
@@ -239,6 +248,15 @@ class _NodeStages:
         neighbours = [(span.start - 1, span.end)] if span.start > 0 else []
         neighbours += [(span.start, span.end + 1)] if span.end < last else []
         return not neighbours or any(self.fits[start, end] for start, end in neighbours)
+
+
+def _kv_bytes(model: ModelProfile, context_tokens: int, num_streams: int | None) -> Table:
+    """[start, end] -> KV of a stage, which no node changes; infinite where the span is empty."""
+    num_layers = len(model.layers)
+    table: Table = np.full((num_layers + 1, num_layers + 1), np.inf)
+    for start, end in combinations(range(num_layers + 1), 2):
+        table[start, end] = (end - start) * model.kv_layer_bytes * kept_tokens(model.windows[start:end], context_tokens, num_streams)
+    return table
 
 
 def _spans(layers: Sequence[float], embedding: float, head: float) -> Table:
@@ -351,13 +369,13 @@ def _alone(stages: Sequence[_NodeStages], links: _Links, users: Users) -> Alone 
     return min(found, key=lambda one: one.token_ms if users is Users.ONE else one.slowest_ms, default=None)
 
 
-def _too_small(model: ModelProfile, nodes: Sequence[Node], context_tokens: int) -> str:
+def _too_small(model: ModelProfile, nodes: Sequence[Node], context_tokens: int, kv_bytes: Table) -> str:
     weights = sum(part.num_bytes for part in (*model.layers, model.embedding, model.head))
-    kv = model.kv_layer_bytes * context_tokens * len(model.layers)
+    kv = int(kv_bytes.diagonal(1).sum())  # of stages with one layer each, which keep least
     offered = ", ".join(f"{node.name} {_gib(node.memory_bytes)}" for node in nodes)
     return (
-        f"the fleet cannot hold {model.name}: its weights need {_gib(weights)}, the KV of {context_tokens} tokens {_gib(kv)}, each worker"
-        f" {_gib(WORKER_BYTES)}; the nodes offer {_gib(sum(node.memory_bytes for node in nodes))} ({offered}), in whole layers:"
+        f"the fleet cannot hold {model.name}: its weights need {_gib(weights)}, the KV of {context_tokens} tokens at least {_gib(kv)}, each"
+        f" worker {_gib(WORKER_BYTES)}; the nodes offer {_gib(sum(node.memory_bytes for node in nodes))} ({offered}), in whole layers:"
         " add memory or nodes, lower --context, or use a smaller weight mode"
     )
 

@@ -41,6 +41,13 @@ _HEAVY_PACKAGES = frozenset({"gguf", "safetensors", "torch", "transformers"})
     help="KV positions that must fit, over all streams.",
 )
 @click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many streams share the context, at most. A stage whose layers all have windows then needs no more KV than these keep."
+    "  [default: 1 for one user, any number for many]",
+)
+@click.option(
     "--weights",
     type=click.Choice([mode.value for mode in WeightMode]),
     default=WeightMode.INT4.value,
@@ -48,7 +55,7 @@ _HEAVY_PACKAGES = frozenset({"gguf", "safetensors", "torch", "transformers"})
     help="Weight mode assumed for a MODEL; a BUNDLE has its own.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
-def plan(model: str, fleet: Path, users: str, context: int, weights: str, as_json: bool) -> None:
+def plan(model: str, fleet: Path, users: str, context: int, streams: int | None, weights: str, as_json: bool) -> None:
     """Find the layers and the order of the nodes of a fleet that serve MODEL (or the model of a BUNDLE) best.
 
     A bundle exported on any machine holds measured costs; for a model that is not exported yet they are estimated from its config, and
@@ -57,7 +64,9 @@ def plan(model: str, fleet: Path, users: str, context: int, weights: str, as_jso
     try:
         machines = load_fleet(fleet)
         profile = _profile(model, WeightMode(weights))
-        best = plan_fleet(profile, machines.nodes, machines.client, users=Users(users), context_tokens=context)
+        whom = Users(users)
+        num_streams = 1 if streams is None and whom is Users.ONE else streams
+        best = plan_fleet(profile, machines.nodes, machines.client, users=whom, context_tokens=context, num_streams=num_streams)
     except PShardError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
@@ -89,6 +98,7 @@ def as_data(model: ModelProfile, best: Plan) -> dict[str, Any]:
         "costs": "measured" if model.is_measured else "estimated",
         "users": best.users.value,
         "context_tokens": best.context_tokens,
+        "streams": best.num_streams,
         "stages": [
             {
                 "stage": idx,

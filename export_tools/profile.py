@@ -30,6 +30,7 @@ def profile_of_manifest(manifest: Manifest) -> ModelProfile:
             ends=manifest.head_mode,
             hidden_size=manifest.hidden_size,
             kv_values=2 * manifest.num_kv_heads * manifest.head_dim,
+            windows=passed_windows(manifest.attention_windows, manifest.runners),
         )
     return ModelProfile(
         name=manifest.model_name,
@@ -39,8 +40,14 @@ def profile_of_manifest(manifest: Manifest) -> ModelProfile:
         step_ms=costs.step_ms * costs.machine.decode,
         hidden_bytes=manifest.hidden_size * _HIDDEN_VALUE_BYTES,
         kv_layer_bytes=2 * manifest.num_kv_heads * manifest.head_dim * _KV_VALUE_BYTES,
+        windows=passed_windows(manifest.attention_windows, manifest.runners),
         is_measured=True,
     )
+
+
+def passed_windows(windows: Sequence[int | None], runners: Sequence[str]) -> tuple[int | None, ...]:
+    """The windows by which a stage gives KV back, one for each layer: none unless it is served paged. Pure."""
+    return tuple(windows) if "paged" in runners else (None,) * len(windows)
 
 
 def estimated_profile(
@@ -53,6 +60,7 @@ def estimated_profile(
     ends: WeightMode,
     hidden_size: int,
     kv_values: int,
+    windows: Sequence[int | None],
 ) -> ModelProfile:
     """A profile from stored bytes alone. Pure.
 
@@ -62,6 +70,7 @@ def estimated_profile(
         weights, ends: modes of the layers and of embedding and head.
         hidden_size: values of a hidden state.
         kv_values: values of KV that one position takes in one layer.
+        windows: of each layer, from `passed_windows`.
     """
     return ModelProfile(
         name=name,
@@ -71,6 +80,7 @@ def estimated_profile(
         step_ms=0.0,
         hidden_bytes=hidden_size * _HIDDEN_VALUE_BYTES,
         kv_layer_bytes=kv_values * _KV_VALUE_BYTES,
+        windows=tuple(windows),
         is_measured=False,
     )
 

@@ -23,12 +23,13 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from export_tools.locks import try_lock
 from export_tools.write import disk_errors, flush_tree, replace_folder, write_flushed
 from langchain_pshard.core.bundle import MANIFEST_NAME, LayerSpan, Manifest, ModelCosts, StageEntry, Verification, verify_files
 from langchain_pshard.core.errors import BundleError, UsageError
@@ -141,7 +142,7 @@ def open_unfinished(target: Path, key: str) -> Iterator[Unfinished]:
     with disk_errors(target):
         unfinished.bundle.mkdir(parents=True, exist_ok=True)
         with (folder / _LOCK).open("ab") as lock:
-            if not _try_lock(lock):
+            if not try_lock(lock):
                 raise UsageError(f"another export to {target} with the same options is running: wait for it, or end it")
             for leftover in unfinished.bundle.glob(f"{MANIFEST_NAME}*"):  # killed before the last rename; the shards are checked again
                 leftover.unlink()
@@ -161,7 +162,7 @@ def remove_stale(target: Path, key: str) -> int:
         if folder.name.endswith(key) or not folder.is_dir():
             continue
         with (folder / _LOCK).open("ab") as lock:
-            is_free = _try_lock(lock)
+            is_free = try_lock(lock)
         if is_free:
             num_bytes += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             shutil.rmtree(folder)
@@ -175,23 +176,3 @@ def _folder(target: Path, key: str) -> Path:
 def _escaped(name: str) -> str:
     """The name as a glob pattern that matches only itself."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
-def _try_lock(file: IO[bytes]) -> bool:
-    """Lock an open file until it is closed; False when another process, or another handle, holds it."""
-    if os.name == "nt":
-        import msvcrt
-
-        try:
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-        except OSError:
-            return False
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

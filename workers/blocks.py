@@ -28,23 +28,19 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.errors import CapacityError, StateLostError
+from langchain_pshard.core.kv import BLOCK_TOKENS as BLOCK_TOKENS  # the runners take it from here
+from langchain_pshard.core.kv import MAX_SLICE_TOKENS, max_stream_blocks
+from langchain_pshard.core.kv import num_blocks_for as num_blocks_for
 from langchain_pshard.core.messages import SliceKind
 from workers.prefix import INEXACT, SharedBlocks, name_blocks
-from workers.runners.runner import MAX_SLICE_TOKENS, NO_TOKENS, StreamKey, TokenArray
+from workers.runners.runner import NO_TOKENS, StreamKey, TokenArray
 
-BLOCK_TOKENS = 32
-"""Positions per block: what the CPU plugin's paged attention is built for."""
 _MIN_PREFILL_TOKENS = 2
 """What a prefix leaves to compute at least: a single token would run the decode kernel, whose KV differs."""
 
 BlockIndices = npt.NDArray[np.int32]
 BlockCopy = tuple[int, int]
 """Source and target block: the positions before a slice that begins in the middle of a replaced block move along."""
-
-
-def num_blocks_for(num_tokens: int) -> int:
-    """Blocks that hold `num_tokens` positions."""
-    return -(-num_tokens // BLOCK_TOKENS)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,8 +114,7 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._block_bytes = block_bytes
         self._window = window
-        # A slice sees the window before its first position; from wherever in a block that begins.
-        self._max_blocks = None if window is None else num_blocks_for(window - 1 + max_slice_tokens) + 1
+        self._max_blocks = max_stream_blocks(window, max_slice_tokens)
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first, and freed blocks, still in cache, go next
         self._num_promised = 0  # over all tables
         self._shared = SharedBlocks()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+import msgspec
 import numpy as np
 import psutil
 
@@ -41,6 +42,7 @@ from workers.instructions import (
 )
 from workers.runners.boundary import Float32s, check_finite
 from workers.runners.runner import NO_TOKENS, Logits, Runner, RunSlice, StreamKey, TokenArray
+from workers.stage import Stage
 from workers.worker import Worker
 
 IDLE_POLL_S = 1.0
@@ -286,31 +288,24 @@ class Server:
             rss_bytes=psutil.Process().memory_info().rss,
             num_clients=self._worker.num_clients,
             num_malformed=self._hub.num_malformed + self._worker.num_malformed,
-            stages=tuple(self._stage_status(stage_idx, runner) for stage_idx, runner in self._runners.items()),
+            stages=tuple(_stage_status(idx, _figures(self._worker.stage(idx), runner)) for idx, runner in self._runners.items()),
             draft=self._draft_status(),
         )
 
-    def _stage_status(self, stage_idx: int, runner: Runner) -> StageStatus:
-        stage = self._worker.stage(stage_idx)
-        return StageStatus(
-            stage_idx=stage_idx,
-            num_streams=stage.num_streams,
-            kv_used_tokens=runner.kv_used_tokens,
-            kv_capacity_tokens=runner.kv_capacity_tokens,
-            num_steps=stage.num_steps,
-            num_tokens=stage.num_tokens,
-            compute_ms=1e3 * stage.compute_s,
-        )
-
     def _draft_status(self) -> EngineStatus | None:
-        if self._worker.drafts is None:
-            return None
-        stage, runner = self._worker.drafts.stage, self._draft_engine().runner
-        return EngineStatus(
-            num_streams=stage.num_streams,
-            kv_used_tokens=runner.kv_used_tokens,
-            kv_capacity_tokens=runner.kv_capacity_tokens,
-            num_steps=stage.num_steps,
-            num_tokens=stage.num_tokens,
-            compute_ms=1e3 * stage.compute_s,
-        )
+        return None if self._worker.drafts is None else _figures(self._worker.drafts.stage, self._draft_engine().runner)
+
+
+def _figures(stage: Stage, runner: Runner) -> EngineStatus:
+    return EngineStatus(
+        num_streams=stage.num_streams,
+        kv_used_tokens=runner.kv_used_tokens,
+        kv_capacity_tokens=runner.kv_capacity_tokens,
+        num_steps=stage.num_steps,
+        num_tokens=stage.num_tokens,
+        compute_ms=1e3 * stage.compute_s,
+    )
+
+
+def _stage_status(stage_idx: int, figures: EngineStatus) -> StageStatus:
+    return StageStatus(stage_idx=stage_idx, **msgspec.structs.asdict(figures))

@@ -20,11 +20,12 @@ import numpy as np
 
 from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
+from langchain_pshard.core.kv import MAX_SLICE_TOKENS
 from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
 from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
-from workers.runners.runner import MAX_SLICE_TOKENS, RunSlice, StreamKey, TokenArray
+from workers.runners.runner import RunSlice, StreamKey, TokenArray
 
 TOKEN_BUDGET = 512
 """Tokens merged into one inference; a single step may have more. Beyond this a prefill gets no quicker, and the engine keeps working memory

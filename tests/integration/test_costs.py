@@ -20,8 +20,9 @@ from export_tools.export import export_bundle
 from export_tools.fleet import parse_fleet
 from langchain_pshard.core.bundle import ModelCosts, WeightMode, load_manifest
 from langchain_pshard.core.errors import UsageError
+from langchain_pshard.core.kv import BLOCK_TOKENS, max_stream_blocks
 from tests.support.bundles import TinyBundle
-from tests.support.models import build_tiny
+from tests.support.models import WINDOW, build_tiny
 
 FLEET = """
 [[nodes]]
@@ -117,6 +118,23 @@ def test_a_plan_for_a_model_that_is_not_exported(model: Path, fleet: Path) -> No
         "  pshard-export MODEL -o BUNDLE --layers 6",
         "  a: pshard-worker BUNDLE --stage 0 --kv-memory 3MiB",  # 4096 positions x 6 layers x 2 x 2 heads x 16 values of f16
     ]
+
+
+def test_plans_count_what_windows_leave(tiny_bundle: TinyBundle, fleet: Path, tmp_path: Path) -> None:
+    source = build_tiny("mistral", tmp_path / "model")
+    bundle = tiny_bundle("mistral", num_stages=2)
+    stage_tokens = max_stream_blocks(WINDOW)
+    assert stage_tokens is not None
+    for model in (source, bundle):
+        kept = [
+            json.loads(run("plan", model, "--fleet", fleet, "--context", "99000", "--json", *more).stdout)
+            for more in ([], ["--streams", "3"])
+        ]
+        assert [plan["streams"] for plan in kept] == [1, 3]
+        for plan in kept:
+            (stage,) = plan["stages"]
+            position_bytes = 4 * 2 * 2 * 16 * 2  # layers, keys and values, heads, values, bytes of f16
+            assert stage["kv_bytes"] == plan["streams"] * stage_tokens * BLOCK_TOKENS * position_bytes
 
 
 def test_plans_that_cannot_be_made(model: Path, fleet: Path, tmp_path: Path) -> None:

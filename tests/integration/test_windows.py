@@ -12,6 +12,7 @@ import pytest
 
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import CapacityError, StateLostError
+from langchain_pshard.core.kv import BLOCK_TOKENS, MAX_SLICE_TOKENS, kept_tokens
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams
 from langchain_pshard.pipeline.local import LocalFleet
@@ -19,9 +20,8 @@ from langchain_pshard.pipeline.options import ClientOptions
 from tests.support.bundles import TinyBundle
 from tests.support.models import CONTEXT_LENGTH, WINDOW
 from tests.support.runners import MAX_DRAFTS, PREFILL, ROWS, RunnerChain, key, piece, running_chain
-from workers.blocks import BLOCK_TOKENS
 from workers.runners.engine import StageModel
-from workers.runners.runner import MAX_SLICE_TOKENS, Logits
+from workers.runners.runner import Logits
 from workers.shard import NumericsName, Settings
 
 STREAM_TOKENS = (-(-(WINDOW - 1 + MAX_SLICE_TOKENS) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
@@ -64,6 +64,7 @@ def test_giving_passed_blocks_back_changes_no_bit(
     bundle = tiny_bundle("mistral", weights=weights, num_stages=2)
     with running(bundle, numerics, 2 * STREAM_TOKENS) as chain:
         assert [runner.kv_stream_tokens for runner in chain.runners] == [STREAM_TOKENS] * 2
+        assert kept_tokens([WINDOW] * 2, 100_000, 3) == 3 * STREAM_TOKENS  # what a plan counts
         logits = run_two_streams(chain)
         assert [runner.kv_used_tokens for runner in chain.runners] == [2 * STREAM_TOKENS] * 2
     monkeypatch.setattr(StageModel, "kv_window", None)

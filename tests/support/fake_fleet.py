@@ -15,6 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from langchain_pshard.core.bundle import TOKENIZER_DIR, FileEntry, describe_file
 from langchain_pshard.core.codec import Tensor
+from langchain_pshard.pipeline.client import PipelineClient
+from langchain_pshard.pipeline.generation import GenerationParams
+from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.transport.hub import Hub
 from langchain_pshard.transport.zeromq import ZmqHub
 from tests.support.fake_stages import VOCAB, FakeRunner, FakeSampler, expected_token, make_identity
@@ -23,6 +26,7 @@ from workers.server import Server
 from workers.worker import Worker
 
 EOS = 2
+PROMPT = [5, 6, 7]
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 "
 
 
@@ -146,3 +150,12 @@ class FakeFleet:
             self._hub(), self._bundle, name, self.num_stages, [idx], self._files,
             address=address, capacity=self._capacity, delay_s=self._delay_s,
         )  # fmt: skip
+
+
+def params(max_tokens: int | None = 16, **more: object) -> GenerationParams:
+    return GenerationParams(max_tokens=max_tokens, ignore_eos=True, **{"draft": None, **more})  # type: ignore[arg-type]
+
+
+def connect(fleet: FakeFleet, folder: Path, *, connect_timeout_s: float = 10.0, **options: object) -> PipelineClient:
+    chosen = ClientOptions(cache_dir=folder / "cache", **options)  # type: ignore[arg-type]
+    return PipelineClient.connect(fleet.addresses, connect_timeout_s=connect_timeout_s, options=chosen)

@@ -15,7 +15,7 @@ from export_tools.budget import check_measuring
 from export_tools.compress import WeightModes
 from export_tools.costs import PartBytes, solve, spans_to_measure
 from export_tools.export import cutting_costs, lightest_spans
-from export_tools.profile import estimated_profile, profile_of_manifest
+from export_tools.profile import estimated_profile, passed_windows, profile_of_manifest
 from export_tools.weights import WeightSizes, layer_kinds
 from langchain_pshard.core.bundle import LayerSpan, MachineSpeed, Manifest, ModelCosts, PartCost, StageCost, WeightMode
 from langchain_pshard.core.errors import BundleError, UsageError
@@ -147,6 +147,12 @@ def test_a_profile_is_that_of_the_reference_machine() -> None:
     assert (profile.head.decode_ms, profile.step_ms) == (12.0, 1.0)
     assert profile.hidden_bytes == 64 * 4
     assert profile.kv_layer_bytes == 2 * 2 * 16 * 2
+    assert profile.windows == a_manifest().attention_windows
+
+
+def test_only_a_paged_stage_gives_kv_back() -> None:
+    assert passed_windows([8, None, 4], ["paged", "stateful"]) == (8, None, 4)
+    assert passed_windows([8, None, 4], ["stateful"]) == (None, None, None)
 
 
 def test_an_estimate_counts_bytes() -> None:
@@ -159,7 +165,9 @@ def test_an_estimate_counts_bytes() -> None:
         ends=WeightMode.INT8,
         hidden_size=64,
         kv_values=64,
+        windows=[8],
     )
+    assert profile.windows == (8,)
     assert not profile.is_measured
     assert profile.layers[0].decode_ms == pytest.approx(REFERENCE_DECODE_MS)
     assert profile.head.decode_ms == pytest.approx(2 * REFERENCE_DECODE_MS)

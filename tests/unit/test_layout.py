@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from langchain_pshard.core.kv import BLOCK_TOKENS, num_blocks_for
 from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
-from workers.blocks import BLOCK_TOKENS, BlockTable, num_blocks_for
+from workers.blocks import BlockTable
 from workers.runners.layout import Layout, lay_out
 from workers.runners.runner import RunSlice, StreamKey
 

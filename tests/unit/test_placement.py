@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ def profile(layers: list[PartCost], *, head: PartCost, embedding: PartCost | Non
         step_ms=0.1,
         hidden_bytes=4096,
         kv_layer_bytes=1024,
+        windows=(None,) * len(layers),
         is_measured=True,
     )
 
@@ -67,19 +69,28 @@ def chains(num_layers: int, nodes: list[Node]) -> Iterator[Chain]:
                 yield tuple(zip(order, spans, strict=True))
 
 
-def stage_ms(model: ModelProfile, where: Node, span: LayerSpan, context: int) -> float | None:
+def kv_positions(model: ModelProfile, span: LayerSpan, context: int, streams: int | None) -> int:
+    windows = model.windows[span.start : span.end]
+    if None in windows or streams is None:
+        return context
+    seen = max(window or 0 for window in windows) - 1 + 512  # before a slice, and the longest slice
+    return min(context, streams * (math.ceil(seen / 32) + 1) * 32)
+
+
+def stage_ms(model: ModelProfile, where: Node, span: LayerSpan, context: int, streams: int | None) -> float | None:
     """Straight from the definition; None where it does not fit."""
     parts = [*model.layers[span.start : span.end]]
     parts += [model.embedding] if span.start == 0 else []
     parts += [model.head] if span.end == len(model.layers) else []
-    needed = sum(each.num_bytes for each in parts) + span.num_layers * context * model.kv_layer_bytes + WORKER_BYTES
+    kv = span.num_layers * kv_positions(model, span, context, streams) * model.kv_layer_bytes
+    needed = sum(each.num_bytes for each in parts) + kv + WORKER_BYTES
     if needed > where.memory_bytes:
         return None
     return (model.step_ms + sum(each.decode_ms for each in parts)) / where.decode_speed
 
 
-def cost(model: ModelProfile, chain: Chain, users: Users, context: int) -> float | None:
-    stages = [stage_ms(model, where, span, context) for where, span in chain]
+def cost(model: ModelProfile, chain: Chain, users: Users, context: int, streams: int | None) -> float | None:
+    stages = [stage_ms(model, where, span, context, streams) for where, span in chain]
     if None in stages:
         return None
     times = [time_ms for time_ms in stages if time_ms is not None]
@@ -92,7 +103,7 @@ def cost(model: ModelProfile, chain: Chain, users: Users, context: int) -> float
     return sum(times) + sum(transfers) + sum(latencies) + ends
 
 
-def random_case(seed: int) -> tuple[ModelProfile, list[Node], int]:
+def random_case(seed: int) -> tuple[ModelProfile, list[Node], int, int | None]:
     rng = random.Random(seed)
     layers = [part(rng.choice([0.5, 1.0, rng.uniform(0.1, 3)]), rng.randint(50, 150)) for _ in range(rng.randint(1, 6))]
     model = profile(layers, head=part(rng.uniform(0, 5), rng.randint(10, 300)), embedding=part(rng.uniform(0, 0.2), 50))
@@ -106,26 +117,28 @@ def random_case(seed: int) -> tuple[ModelProfile, list[Node], int]:
         )
         for idx in range(rng.randint(1, 4))
     ]
-    return model, nodes, rng.choice([0, 1000, 50_000])
+    context = rng.choice([0, 1000, 50_000])
+    model = replace(model, windows=tuple(rng.choice([None, 64, 64, 4096]) for _ in layers))
+    return model, nodes, context, rng.choice([None, 1, 4])
 
 
 @pytest.mark.parametrize("users", list(Users))
 def test_the_plan_equals_exhaustive_search(users: Users) -> None:
     num_infeasible = num_split = num_left_out = 0
     for seed in range(500):
-        model, nodes, context = random_case(seed)
-        costs = [found for chain in chains(len(model.layers), nodes) if (found := cost(model, chain, users, context)) is not None]
+        model, nodes, context, streams = random_case(seed)
+        costs = [found for chain in chains(len(model.layers), nodes) if (found := cost(model, chain, users, context, streams)) is not None]
         if not costs:
             num_infeasible += 1
             with pytest.raises(NoPlanError):
-                plan_fleet(model, nodes, CLIENT, users=users, context_tokens=context)
+                plan_fleet(model, nodes, CLIENT, users=users, context_tokens=context, num_streams=streams)
             continue
-        plan = plan_fleet(model, nodes, CLIENT, users=users, context_tokens=context)
+        plan = plan_fleet(model, nodes, CLIENT, users=users, context_tokens=context, num_streams=streams)
         predicted = plan.token_ms if users is Users.ONE else plan.slowest_ms
         assert predicted == pytest.approx(min(costs), rel=1e-9), f"seed {seed}"
         by_name = {each.name: each for each in nodes}
         chosen = tuple((by_name[stage.node], stage.span) for stage in plan.stages)
-        assert cost(model, chosen, users, context) == pytest.approx(min(costs), rel=1e-9), f"seed {seed}"
+        assert cost(model, chosen, users, context, streams) == pytest.approx(min(costs), rel=1e-9), f"seed {seed}"
         assert all(stage.memory_bytes <= by_name[stage.node].memory_bytes for stage in plan.stages)
         assert {stage.node for stage in plan.stages} | set(plan.unused) == set(by_name)
         num_split += len(plan.stages) > 1
@@ -180,6 +193,29 @@ def test_what_limits_each_stage() -> None:
     plan = plan_fleet(EVEN, far, CLIENT, users=Users.ONE, context_tokens=16)
     assert Limit.LINK in {stage.limit for stage in plan.stages}
     assert plan.alone is None
+
+
+def test_stages_whose_layers_all_have_windows_need_no_more_kv_than_they_keep() -> None:
+    windowed = replace(EVEN, windows=(1024, 512, 1024, 1024, 1024, None))
+    a, b = node("a", 1000), node("b", 1000)
+
+    def kv(context: int, streams: int | None) -> list[float]:
+        plan = plan_fleet(windowed, [a, b], CLIENT, users=Users.MANY, context_tokens=context, num_streams=streams)
+        assert [stage.span for stage in plan.stages] == [LayerSpan(0, 4), LayerSpan(4, 6)]
+        return [stage.kv_bytes / 1024 for stage in plan.stages]  # KiB: positions times layers
+
+    assert kv(32_768, 1) == [4 * 1568, 2 * 32_768]  # 1023 + 512 positions in 48 blocks, and one as they begin anywhere
+    assert kv(32_768, 5) == [4 * 5 * 1568, 2 * 32_768]
+    assert kv(32_768, 21) == [4 * 32_768, 2 * 32_768]  # 21 streams of 1,560 positions: nothing is passed
+    assert kv(32_768, None) == [4 * 32_768, 2 * 32_768]
+    assert kv(1000, 1) == [4 * 1000, 2 * 1000]
+    # What is kept decides what fits: beside 310 MiB of embedding and three layers 4.6 MiB of KV, but not 96.
+    windowed, tight = replace(windowed, head=part(3.0, 300)), node("tight", 310 + 5)
+    plan = plan_fleet(windowed, [tight, b], CLIENT, users=Users.MANY, context_tokens=32_768, num_streams=1)
+    assert [(stage.node, stage.span) for stage in plan.stages] == [("tight", LayerSpan(0, 3)), ("b", LayerSpan(3, 6))]
+    assert plan.stages[0].limit is Limit.MEMORY
+    plan = plan_fleet(windowed, [tight, b], CLIENT, users=Users.MANY, context_tokens=32_768)
+    assert [(stage.node, stage.span) for stage in plan.stages] == [("tight", LayerSpan(0, 2)), ("b", LayerSpan(2, 6))]
 
 
 def test_costs_measured_on_a_node_replace_its_speed() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import queue
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,39 +19,12 @@ from langchain_pshard.core.errors import (
     DeadlineError,
     FleetMismatchError,
     InvalidOptionError,
-    PShardError,
-    WorkerLostError,
-    WorkerUnreachableError,
 )
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import FinishReason, GenerationParams
 from langchain_pshard.pipeline.options import ClientOptions
-from tests.support.fake_fleet import FakeFleet, plain_tokens
+from tests.support.fake_fleet import PROMPT, FakeFleet, connect, params, plain_tokens
 from tests.support.fake_stages import CONTEXT
-
-PROMPT = [5, 6, 7]
-
-
-def params(max_tokens: int | None = 16, **more: object) -> GenerationParams:
-    return GenerationParams(max_tokens=max_tokens, ignore_eos=True, **{"draft": None, **more})  # type: ignore[arg-type]
-
-
-def connect(fleet: FakeFleet, folder: Path, *, connect_timeout_s: float = 10.0, **options: object) -> PipelineClient:
-    chosen = ClientOptions(cache_dir=folder / "cache", **options)  # type: ignore[arg-type]
-    return PipelineClient.connect(fleet.addresses, connect_timeout_s=connect_timeout_s, options=chosen)
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[FakeFleet]:
-    with FakeFleet(tmp_path) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def client(fleet: FakeFleet, tmp_path: Path) -> Iterator[PipelineClient]:
-    with connect(fleet, tmp_path) as client:
-        yield client
-
 
 # --- generating ------------------------------------------------------------------------------------------------------
 
@@ -310,84 +281,7 @@ def test_queue_timeout_and_bound(tmp_path: Path) -> None:
         assert len(client.complete(PROMPT, params(4)).token_ids) == 4
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("idx", [0, 1])
-def test_lost_worker_ends_streams_and_a_restarted_one_serves_again(fleet: FakeFleet, client: PipelineClient, idx: int) -> None:
-    fleet.workers[idx].runners[idx].delay_s = 0.01
-    chunks = client.generate(PROMPT, params(400))
-    next(chunks)
-    fleet.workers[idx].stop()
-    began = time.monotonic()
-    with pytest.raises(WorkerLostError, match=f"{fleet.addresses[idx]} \\(stage {idx}\\)"):
-        list(chunks)
-    assert time.monotonic() - began < 1.5
-    assert [worker.is_alive for worker in client.status().workers] == [other != idx for other in range(2)]
-    fleet.restart(idx)
-    assert list(client.complete(PROMPT, params(12)).token_ids) == plain_tokens(PROMPT, 2, 12, ignore_eos=True)
-    assert client.status().is_healthy
-
-
-@pytest.mark.parametrize("idx", [0, 1])
-def test_waiting_streams_go_on_waiting_while_a_worker_is_restarted(tmp_path: Path, idx: int) -> None:
-    with FakeFleet(tmp_path, capacity=64, delay_s=0.01) as fleet, connect(fleet, tmp_path) as client:
-        running = client.generate(PROMPT, params(60))
-        next(running)
-        waiting = client.generate(PROMPT, params(12))
-        fleet.workers[idx].stop()
-        fleet.restart(idx)
-        with pytest.raises(WorkerLostError):
-            list(running)
-        tokens = [token for chunk in waiting for token in chunk.token_ids]
-        assert tokens == plain_tokens(PROMPT, 2, 12, ignore_eos=True)
-
-
-def test_call_made_before_the_restart_is_noticed_does_not_fail(fleet: FakeFleet, client: PipelineClient) -> None:
-    for _ in range(5):
-        fleet.workers[1].stop()
-        fleet.restart(1)
-        assert list(client.complete(PROMPT, params(4)).token_ids) == plain_tokens(PROMPT, 2, 4, ignore_eos=True)
-
-
-@pytest.mark.parametrize("idx", [0, 1])
-def test_waiting_streams_outlast_a_worker_that_shuts_down_politely(tmp_path: Path, idx: int) -> None:
-    with FakeFleet(tmp_path, capacity=64, delay_s=0.01) as fleet, connect(fleet, tmp_path) as client:
-        running = client.generate(PROMPT, params(60))
-        next(running)
-        waiting = client.generate(PROMPT, params(12))
-        fleet.workers[idx].drain()
-        assert sum(len(chunk.token_ids) for chunk in running) == 59
-        fleet.workers[idx].stop()
-        fleet.restart(idx)
-        tokens = [token for chunk in waiting for token in chunk.token_ids]
-        assert tokens == plain_tokens(PROMPT, 2, 12, ignore_eos=True)
-
-
-def test_whoever_asks_hears_that_the_chain_is_lost(fleet: FakeFleet, tmp_path: Path) -> None:
-    heard: queue.SimpleQueue[PShardError] = queue.SimpleQueue()
-    with PipelineClient.connect(fleet.addresses, options=ClientOptions(cache_dir=tmp_path / "cache"), on_lost=heard.put) as client:
-        assert client.is_open
-        fleet.workers[1].stop()
-        assert isinstance(heard.get(timeout=10), WorkerLostError)
-    assert not client.is_open
-
-
-def test_worker_that_stays_away_is_named_within_the_bound(fleet: FakeFleet, tmp_path: Path) -> None:
-    with connect(fleet, tmp_path, connect_timeout_s=1.0) as client:
-        fleet.workers[1].stop()
-        time.sleep(0.8)
-        began = time.monotonic()
-        with pytest.raises(WorkerUnreachableError) as caught:
-            client.complete(PROMPT, params(4))
-        assert time.monotonic() - began < 2
-        assert caught.value.addresses == (fleet.addresses[1],)
-
-
-def test_connect_names_the_silent_worker(fleet: FakeFleet, tmp_path: Path) -> None:
-    silent = "tcp://127.0.0.1:9"
-    with pytest.raises(WorkerUnreachableError, match=r"1 of 3 workers .* tcp://127.0.0.1:9: no connection"):
-        PipelineClient.connect([*fleet.addresses, silent], connect_timeout_s=0.5)
+# --- connecting ------------------------------------------------------------------------------------------------------
 
 
 def test_connect_refuses_what_is_no_chain(fleet: FakeFleet, tmp_path: Path) -> None:
