@@ -26,6 +26,8 @@ MAX_CHUNK_TOKENS = 256
 CHUNK_STEP = 16
 """A micro-batch that does not end its prompts has a multiple of so many tokens: an engine prepares itself for every new number of tokens
 (7 ms beside 21 for 100 tokens, Gemma 3 270M, 9 layers on one core), and takes 1 to 2 ms to return to an earlier one."""
+LONG_CHUNK_TOKENS = 80
+"""From here on a multiple of twice as many: it is no coarser, as a part of the whole, and fewer lengths occur."""
 MIN_CHUNK_LIMIT = 3
 """What the longest chunk has to be at least, so that every prompt can be cut into chunks of two or more."""
 PREFILL_BUDGET_TOKENS = 512
@@ -225,8 +227,10 @@ def _num_fitting(price: PromptPrice, load: PromptLoad, prompt: Prefilling, *, tu
     # The last micro-batch is as long as what is left: a hair less, by rounding, would leave a token behind.
     if num_tokens > prompt.num_left - _HAIR:
         return prompt.num_left
-    below = CHUNK_STEP * math.floor((load.num_tokens + num_tokens) / CHUNK_STEP) - load.num_tokens
-    above = min(below + CHUNK_STEP, prompt.num_left)
+    total = load.num_tokens + num_tokens
+    step = CHUNK_STEP if total < LONG_CHUNK_TOKENS else 2 * CHUNK_STEP
+    below = step * math.floor(total / step) - load.num_tokens
+    above = min(below + step, prompt.num_left)
     is_allowed = price.at(load + PromptLoad.of(prompt.start, above)) <= limit_ms
     return above if is_allowed and above - num_tokens < num_tokens - below else below
 

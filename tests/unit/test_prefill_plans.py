@@ -67,7 +67,7 @@ def test_the_measured_prompt_goes_in_about_ten_chunks_of_one_duration() -> None:
     assert first.finished_ms < 1.04 * best_finish_ms(stages, [1_000])
     assert 9 <= len(last.loads) <= 12
     durations = [MEASURED.at(load) for load in last.loads]
-    assert max(durations) < 1.2 * min(durations)
+    assert max(durations) < 1.4 * min(durations)  # they are rounded
     assert all(load.num_tokens % CHUNK_STEP == 0 for load in last.loads[:-1])  # few lengths, which come again
     assert last.loads[0].num_tokens > 1.3 * last.loads[-1].num_tokens
 
