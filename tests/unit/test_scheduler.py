@@ -174,7 +174,7 @@ def test_short_prompts_that_wait_together_are_not_cut_and_share_micro_batches() 
     rest = PromptLoad(640, 16 * 40 * 20)
     price, _ = MEMORY_BOUND.prompt_prices(rest)
     spare_ms = best_turn_ms(rest, rest, MEMORY_BOUND) - price.at(PromptLoad.of(0, total))
-    assert -price.slope_ms * CHUNK_STEP / 2 <= spare_ms < price.slope_ms * MIN_CHUNK_TOKENS
+    assert -price.slope_ms * CHUNK_STEP <= spare_ms < price.slope_ms * MIN_CHUNK_TOKENS
     last = plan(situation(prefilling=((1, 14), (2, 14), (3, 14))), MEMORY_BOUND)
     assert last is not None
     assert last.chunks == chunks((1, 14), (2, 14), (3, 14))  # no turn of its own for so few
