@@ -28,9 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from langchain_pshard.core.errors import CapacityError, StateLostError
-from langchain_pshard.core.kv import BLOCK_TOKENS as BLOCK_TOKENS  # the runners take it from here
-from langchain_pshard.core.kv import MAX_SLICE_TOKENS, max_stream_blocks
-from langchain_pshard.core.kv import num_blocks_for as num_blocks_for
+from langchain_pshard.core.kv import BLOCK_TOKENS, MAX_SLICE_TOKENS, max_stream_blocks, num_blocks_for
 from langchain_pshard.core.messages import SliceKind
 from workers.prefix import INEXACT, SharedBlocks, name_blocks
 from workers.runners.runner import NO_TOKENS, StreamKey, TokenArray

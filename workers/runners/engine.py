@@ -14,6 +14,7 @@ from openvino import opset13
 
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError
+from langchain_pshard.core.kv import widest_window
 from langchain_pshard.core.numerics import DType, Numerics
 
 SAMPLED_ROWS = "sampled_rows"
@@ -60,8 +61,8 @@ class StageModel:
     @property
     def kv_window(self) -> int | None:
         """Positions before a token that are still needed in the layer that sees most; None when a layer sees all."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) + self.num_taken_back if windows and len(windows) == len(self.windows) else None
+        widest = widest_window(self.windows)
+        return None if widest is None else widest + self.num_taken_back
 
     def empty_output(self, num_rows: int) -> tuple[npt.NDArray[Any], Any]:
         """Memory for the output of a step, [num_rows, vocab or hidden], and its type."""

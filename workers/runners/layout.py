@@ -18,8 +18,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
+from langchain_pshard.core.kv import num_blocks_for
 from langchain_pshard.core.messages import SliceKind
-from workers.blocks import BlockTable, num_blocks_for
+from workers.blocks import BlockTable
 from workers.runners.runner import RunSlice
 
 Int32s = npt.NDArray[np.int32]

@@ -16,8 +16,9 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InvalidOptionError
+from langchain_pshard.core.kv import BLOCK_TOKENS
 from langchain_pshard.core.numerics import Numerics
-from workers.blocks import BLOCK_TOKENS, BlockPool, BlockTable
+from workers.blocks import BlockPool, BlockTable
 from workers.runners.engine import (
     OV_TYPES,
     SAMPLED_ROWS,

@@ -16,8 +16,6 @@ from langchain_pshard.core.numerics import Numerics
 TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 Logits = npt.NDArray[np.float32]
-MAX_SLICE_TOKENS = 512
-"""Most tokens of one slice: what bounds the KV that a stream holds where windows pass blocks."""
 
 
 class StreamKey(NamedTuple):
