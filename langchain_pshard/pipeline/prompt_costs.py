@@ -24,6 +24,8 @@ _TRUST = 0.5
 """Prior: by how much of itself each of them may be off, one standard deviation."""
 _LEAST_SCATTER = 3.0
 """Of observations around the fit, in tokens; no stage is steadier."""
+_NOTHING_MS = 1e-9
+"""A token that takes no longer takes no time: its square is no number to divide by."""
 _OUTLIER = 1.25
 """Lower than for a line: of three unknowns the base is a small difference of large times, and one of thrice its length may wipe it out."""
 
@@ -101,8 +103,7 @@ class PromptFit:
         # they scatter around the fit: a busy machine says little about proportions.
         typical = self._timed.sum() / self._joint.sum()
         misfit = self._squares - 2 * self._coefficients @ self._timed + self._coefficients @ self._joint @ self._coefficients
-        unit = self._weight * typical * typical  # zero where times are
-        scatter = misfit / unit if unit > 0 else 0.0
+        scatter = misfit / (self._weight * typical * typical) if typical > _NOTHING_MS else 0.0
         ridge = max(scatter, _LEAST_SCATTER**2) / _TRUST**2
         self._coefficients = _solve(self._joint + ridge * np.eye(3), self._timed + ridge * typical)
         self.price = _price(self._coefficients)

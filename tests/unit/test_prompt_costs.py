@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
@@ -146,6 +146,7 @@ def test_a_time_of_nothing_is_no_price_for_ever() -> None:
     assert fit.price.at(PromptLoad.of(500, 90)) == pytest.approx(MEASURED.at(PromptLoad.of(500, 90)), rel=0.05)
 
 
+@example(observed=[(0, 1, 8.4e-156)], start=0, num_tokens=0)
 @given(
     observed=st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 512), st.floats(0, 1e5)), min_size=1, max_size=40),
     start=st.integers(0, 10_000),
