@@ -25,6 +25,13 @@ def test_steps_far_apart_let_it_sleep() -> None:
     assert cadence.stays_awake(0.461)
 
 
+def test_pauses_too_short_to_fall_asleep_in_let_it_sleep() -> None:
+    cadence = Cadence(0.010)
+    for count in range(5):
+        cadence.ran(count * 0.010, count * 0.010 + 0.008)
+        assert not cadence.stays_awake(count * 0.010 + 0.0081)
+
+
 def test_switched_off_it_always_sleeps() -> None:
     cadence = Cadence(0.0)
     for count in range(5):
