@@ -22,7 +22,7 @@ from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.pipeline.generation import GenerationParams
 
-TARGET_RATIO = 0.85
+TARGET_RATIO = 0.92
 REPETITIONS = 7
 NUM_TOKENS = 128
 LAYERS = (16, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Before any library that reads them is imported, and inherited by the workers that tests start: CI has two cores, and several processes
@@ -22,6 +23,9 @@ REAL_MODEL_TIMEOUT_S = 600  # the first such test on a machine exports the model
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts this in the background has it ignore SIGINT, and with it every program that a test starts to interrupt it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "real_model: runs Gemma 3 270M; the first run on a machine exports it, which takes a minute")
 
 
