@@ -1,4 +1,4 @@
-"""The fleet file: what machines there are. docs/export.md documents it; `pshard-worker measure` writes a node's part of it."""
+"""The fleet file: what machines there are. docs/planning.md documents it; `pshard-worker measure` writes a node's part of it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def parse_fleet(text: str, *, origin: str) -> Fleet:
     except tomllib.TOMLDecodeError as error:
         raise FleetFileError(f"{origin} is not TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise FleetFileError(f"{origin}: {error}; docs/export.md lists the fields of a fleet file") from error
+        raise FleetFileError(f"{origin}: {error}; docs/planning.md lists the fields of a fleet file") from error
     if not 1 <= len(found.nodes) <= MAX_NODES:
         raise FleetFileError(f"{origin} has {len(found.nodes)} nodes: a plan is made for 1 to {MAX_NODES}")
     doubled = [name for name, times in Counter(node.name for node in found.nodes).items() if times > 1]

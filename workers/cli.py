@@ -12,6 +12,7 @@ from langchain_pshard.core.errors import MissingExtraError, PShardError
 try:
     import click
 
+    from workers.cadence import SHORTEST_PAUSE_S
     from workers.measure import measure
     from workers.process import Options, serve
     from workers.report import Report
@@ -38,6 +39,13 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     if not num_bytes:
         raise click.BadParameter(f"{value!r} is not a size; write for example 512MiB or 1.5GiB", ctx, param)
     return num_bytes
+
+
+def _checked_poll(ctx: click.Context, param: click.Parameter, value: int) -> int:
+    shortest, longest = round(1e3 * SHORTEST_PAUSE_S), 1_000
+    if value and not shortest <= value <= longest:
+        raise click.BadParameter(f"{value} is out of range; valid: 0, or {shortest} to {longest}", ctx, param)
+    return value
 
 
 @click.command(
@@ -82,9 +90,11 @@ def _as_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--huge-pages/--no-huge-pages", default=True, help="Linux: move the weights to huge pages, which are read faster.")
 @click.option(
     "--busy-poll-ms",
-    type=click.IntRange(min=0, max=1_000),
+    type=int,
     default=round(1e3 * BUSY_POLL_S),
-    help="Wait awake for the next step, for so long, where steps follow one another that closely. 0: sleep at once, for batteries.",
+    callback=_checked_poll,
+    help="Wait awake for the next step, for at most so long, where inferences follow one another with a pause of 3 ms to so many."
+    " 0: sleep at once, for batteries.",
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
 @click.option("--allow-logits", is_flag=True, help="Let clients ask for whole logits, to compare with others. Not for production.")

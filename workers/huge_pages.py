@@ -37,18 +37,19 @@ def move_to_huge_pages() -> int:
     """
     if sys.platform != "linux" or not _is_offered():
         return 0
-    num_moved = 0
+    num_filled = num_moved = 0
     try:
         huge_bytes = int(_SIZE.read_text("ascii"))
         with _PAGEMAP.open("rb") as pagemap:
             for start, end in list(_anonymous_ranges(_MAPS.read_text("utf-8"), huge_bytes)):
                 present = _present_pages(pagemap.fileno(), start, end)
                 for first, last in filled_runs(present, huge_bytes // os.sysconf("SC_PAGE_SIZE")):
-                    num_moved += _collapse(start + first * huge_bytes, (last - first) * huge_bytes)
+                    num_filled += (last - first) * huge_bytes
+                    num_moved += _collapse(start + first * huge_bytes, last - first, huge_bytes)
     except OSError as error:  # a sandbox that hides /proc
         logger.info("weights stay on small pages: %s", error)
-    if num_moved:
-        logger.info("%d MiB lie on huge pages", num_moved >> 20)
+    if num_filled:
+        logger.info("%d of %d MiB lie on huge pages", num_moved >> 20, num_filled >> 20)
     return num_moved
 
 
@@ -91,11 +92,13 @@ def filled_runs(present: npt.NDArray[np.bool_], pages_per_huge: int) -> list[tup
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
 
 
-def _collapse(address: int, num_bytes: int) -> int:
-    """Ask the kernel; it refuses what it cannot do now (no huge page is free), which leaves the memory as it was."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
+def _collapse(address: int, num_pages: int, huge_bytes: int) -> int:
+    """Bytes of a run of huge pages that the kernel moved, or had moved already. What it cannot move now (a page is pinned, no huge one is
+    free) stays as it is."""
+    madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if madvise(address, num_bytes, _MADV_COLLAPSE) == 0:
-        return num_bytes
-    logger.info("%d MiB stay on small pages: %s", num_bytes >> 20, os.strerror(ctypes.get_errno()))
-    return 0
+    if madvise(address, num_pages * huge_bytes, _MADV_COLLAPSE) == 0:
+        return num_pages * huge_bytes
+    # One that stays makes the whole call fail, though it went on to the others: only each alone tells.
+    pages = range(address, address + num_pages * huge_bytes, huge_bytes)
+    return huge_bytes * len([page for page in pages if madvise(page, huge_bytes, _MADV_COLLAPSE) == 0])

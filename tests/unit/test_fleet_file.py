@@ -86,7 +86,7 @@ def test_a_measured_node_is_a_fleet_file() -> None:
         ("nodes = []", ["0 nodes", f"1 to {MAX_NODES}"]),
         ("\n".join(FAST.replace('"a"', f'"n{idx}"') for idx in range(MAX_NODES + 1)), [f"{MAX_NODES + 1} nodes"]),
         (FAST + FAST, ["two nodes named 'a'"]),
-        (FAST + "colour = 1", ["colour", "nodes", "docs/export.md"]),
+        (FAST + "colour = 1", ["colour", "nodes", "docs/planning.md"]),
         ('[[nodes]]\nname = "a"\ndecode_speed = 1', ["memory_gib"]),
         (NODE, ["'a'", "neither decode_speed nor decode_cost_ms", "measure"]),
         (FAST + "decode_cost_ms = { layer = 1.0, head = 1.0 }", ["'a'", "not both"]),

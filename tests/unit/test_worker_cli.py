@@ -47,7 +47,7 @@ def test_kv_options(options: list[str], precision: str | None, has_prefix_cache:
 
 @pytest.mark.parametrize(
     ("options", "uses_huge_pages", "busy_poll_s"),
-    [([], True, 0.010), (["--no-huge-pages", "--busy-poll-ms", "0"], False, 0.0), (["--busy-poll-ms", "2"], True, 0.002)],
+    [([], True, 0.010), (["--no-huge-pages", "--busy-poll-ms", "0"], False, 0.0), (["--busy-poll-ms", "3"], True, 0.003)],
 )
 def test_options_of_speed_alone(options: list[str], uses_huge_pages: bool, busy_poll_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Options] = []
@@ -61,7 +61,7 @@ def test_options_of_speed_alone(options: list[str], uses_huge_pages: bool, busy_
     assert [(each.uses_huge_pages, each.busy_poll_s) for each in seen] == [(uses_huge_pages, busy_poll_s)]
 
 
-@pytest.mark.parametrize("value", ["-1", "1001", "2.5", "nan"])
+@pytest.mark.parametrize("value", ["-1", "1", "2", "1001", "3.5", "nan"])
 def test_a_busy_poll_out_of_range_is_a_usage_error(value: str) -> None:
     done = CliRunner().invoke(cli.command, ["bundle", "--stage", "0", "--busy-poll-ms", value])
     assert done.exit_code == 2
