@@ -19,6 +19,8 @@ from langchain_pshard.transport.hub import Hub
 from langchain_pshard.transport.zeromq import ZmqHub
 
 PROMPT = "The lighthouse stood on the last rock before the open sea. Every evening the keeper climbed the stairs and"
+AWAKE = ("--busy-poll-ms", "20")
+"""Option of a worker that has a core to itself."""
 WARM_UP = GenerationParams(max_tokens=16, ignore_eos=True)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bundles import demo_bundle
-from benchmarks.chains import PROMPT, settings_of, start_chain, two_cores
+from benchmarks.chains import AWAKE, PROMPT, settings_of, start_chain, two_cores
 from benchmarks.report import Figure, Report, Samples
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.messages import StepResult
@@ -82,10 +82,10 @@ def run(console: Console) -> Report:
         def advance(num_tokens: int) -> None:
             progress.advance(measuring, num_tokens)
 
-        results = _timed_steps(LAYERS, cores, advance)
-        asleep = _timed_steps(LAYERS, cores, advance, ["--busy-poll-ms", "0"])
+        results = _timed_steps(LAYERS, cores, advance, AWAKE)
+        asleep = _timed_steps(LAYERS, cores, advance)
         # Two workers fill both cores, and an inference leaves nothing of the client's code in their caches. A single one leaves it a core.
-        alone = _timed_steps((sum(LAYERS),), cores[:1], advance)
+        alone = _timed_steps((sum(LAYERS),), cores[:1], advance, AWAKE)
     per_step = Samples(name="step beyond compute", unit="ms", values=overheads_ms(results))
     per_hop = Samples(name="per hop", unit="ms", values=tuple(value / NUM_HOPS for value in per_step.values))
     per_hop_asleep = Samples(
@@ -105,5 +105,5 @@ def run(console: Console) -> Report:
             Figure(key="p50_own_core_ms", value=per_hop_alone.median),
         ),
         samples=(per_hop, per_step, per_hop_asleep, per_hop_alone, compute),
-        settings=settings_of(LAYERS, users=1, tokens=NUM_TOKENS, hops="client to first, first to last, last to client"),
+        settings=settings_of(LAYERS, users=1, tokens=NUM_TOKENS, workers=" ".join(AWAKE), hops="to first, to last, back"),
     )

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bundles import demo_bundle
+from benchmarks.chains import AWAKE
 from benchmarks.fleet import available_cores, running_worker
 from benchmarks.processes import can_pin
 from benchmarks.report import Figure, Report, Samples
@@ -39,7 +40,7 @@ def _tokens_per_second(client: PipelineClient) -> float:
 
 def _connect(stack: contextlib.ExitStack, bundle: Path, cores: Sequence[int]) -> PipelineClient:
     """A client of a fresh fleet with stage i of `bundle` on core `cores[i]`, warmed up by one whole generation."""
-    workers = [stack.enter_context(running_worker(bundle, stage_idx, cores=[core])) for stage_idx, core in enumerate(cores)]
+    workers = [stack.enter_context(running_worker(bundle, stage_idx, cores=[core], options=AWAKE)) for stage_idx, core in enumerate(cores)]
     client = stack.enter_context(PipelineClient.connect([worker.address for worker in workers]))
     _tokens_per_second(client)
     return client
@@ -91,6 +92,7 @@ def run(console: Console) -> Report:
             "users": 1,
             "tokens": NUM_TOKENS,
             "threads per worker": 1,
+            "workers": " ".join(AWAKE),
             "cores": f"{first_core},{second_core} against {first_core}" if can_pin() else "not pinned: this system cannot",
         },
     )

@@ -16,7 +16,6 @@ try:
     from workers.measure import measure
     from workers.process import Options, serve
     from workers.report import Report
-    from workers.server import BUSY_POLL_S
     from workers.shard import DEFAULT_KV_MEMORY_BYTES, Settings
 except ModuleNotFoundError as error:  # a base install has the command but not what it needs
     if error.name not in {"click", "rich", "psutil"}:
@@ -91,10 +90,10 @@ def _checked_poll(ctx: click.Context, param: click.Parameter, value: int) -> int
 @click.option(
     "--busy-poll-ms",
     type=int,
-    default=round(1e3 * BUSY_POLL_S),
+    default=0,
     callback=_checked_poll,
-    help="Wait awake for the next step, for at most so long, where inferences follow one another with a pause of 3 ms to so many."
-    " 0: sleep at once, for batteries.",
+    help="For a machine that serves one worker and does little else: wait awake for the next step, for at most so long, where inferences"
+    " follow one another with a pause of 3 ms to so many; 20 is a good value. 0: sleep in every pause.",
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How to report, for people or programs.")
 @click.option("--allow-logits", is_flag=True, help="Let clients ask for whole logits, to compare with others. Not for production.")

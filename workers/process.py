@@ -27,7 +27,7 @@ from workers.head import Head
 from workers.huge_pages import move_to_huge_pages
 from workers.report import Report
 from workers.runners.runner import Runner
-from workers.server import BUSY_POLL_S, DraftEngine, Server
+from workers.server import DraftEngine, Server
 from workers.shard import Settings, make_draft_runner, make_runner
 from workers.stopping import StopSwitch
 from workers.worker import Identity, Worker
@@ -51,8 +51,8 @@ class Options:
     exits_with_parent: bool = False
     uses_huge_pages: bool = True
     """Move the weights to huge pages, where the system offers them."""
-    busy_poll_s: float = BUSY_POLL_S
-    """Longest pause between inferences that is spent awake."""
+    busy_poll_s: float = 0.0
+    """Longest pause between inferences that is spent awake; 0 to sleep in every one."""
 
 
 def serve(options: Options, report: Report) -> None:

@@ -49,8 +49,6 @@ IDLE_POLL_S = 1.0
 """Longest wait for a message: leases and joins are looked after this often."""
 DRAIN_S = 30.0
 """How long open streams may go on after the worker was told to stop."""
-BUSY_POLL_S = 0.020
-"""Longest pause between inferences that is spent awake (`cadence`)."""
 _MAX_POLLS = 8  # before each inference: lets waiting steps merge, and a flood cannot starve the engine
 
 logger = logging.getLogger("pshard.worker")
@@ -100,7 +98,7 @@ class Server:
         sampler: Sampler,
         bundle: Path,
         draft: DraftEngine | None = None,
-        busy_poll_s: float = BUSY_POLL_S,
+        busy_poll_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hub = hub
