@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bundles import demo_bundle
-from benchmarks.chains import AWAKE
-from benchmarks.fleet import available_cores, running_worker
+from benchmarks.chains import AWAKE, start_chain
+from benchmarks.fleet import available_cores
 from benchmarks.processes import can_pin
 from benchmarks.report import Figure, Report, Samples
 from langchain_pshard import PipelineClient
@@ -40,8 +40,7 @@ def _tokens_per_second(client: PipelineClient) -> float:
 
 def _connect(stack: contextlib.ExitStack, bundle: Path, cores: Sequence[int]) -> PipelineClient:
     """A client of a fresh fleet with stage i of `bundle` on core `cores[i]`, warmed up by one whole generation."""
-    workers = [stack.enter_context(running_worker(bundle, stage_idx, cores=[core], options=AWAKE)) for stage_idx, core in enumerate(cores)]
-    client = stack.enter_context(PipelineClient.connect([worker.address for worker in workers]))
+    client = start_chain(stack, bundle, cores, options=AWAKE).client
     _tokens_per_second(client)
     return client
 

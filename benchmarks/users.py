@@ -61,7 +61,7 @@ def run_two(console: Console) -> Report:
             "two users": lambda: tokens_per_second(client, prompts, NUM_TOKENS),
             "one user": lambda: tokens_per_second(client, prompts[:1], NUM_TOKENS),
         }
-        ours, theirs = _taking_turns(progress, sides)
+        ours, theirs = taking_turns(progress, sides)
     return _report(
         "users2", "two users against one, two workers on one core each", ours, theirs, at_least=1.85, settings={"users": "2 against 1"}
     )
@@ -102,7 +102,7 @@ def _against_genai(
 
         sides = {f"{MANY} users": lambda: tokens_per_second(client, prompts, NUM_TOKENS)}
         sides |= {NAMES[pipeline]: side(peer) for pipeline, peer in peers.items()}
-        ours, *theirs = _taking_turns(progress, sides)
+        ours, *theirs = taking_turns(progress, sides)
     return _report(
         bench,
         f"{MANY} users on two workers, one core each, against {num_their_users} of openvino_genai on {num_their_cores}",
@@ -118,7 +118,7 @@ def _against_genai(
     )
 
 
-def _taking_turns(progress: Progress, sides: dict[str, Callable[[], float]]) -> list[Samples]:
+def taking_turns(progress: Progress, sides: dict[str, Callable[[], float]]) -> list[Samples]:
     """Measure every side in turn, once to warm it up and then `REPETITIONS` times."""
     measuring = progress.add_task(f"{REPETITIONS} x {NUM_TOKENS} tokens a user, taking turns", total=REPETITIONS + 1)
     values: dict[str, list[float]] = {name: [] for name in sides}

@@ -3,8 +3,8 @@
 An inference reads the weights of its stage from end to end. In pages of 4 KiB the processor stops at each to look up where it lies, in a
 virtual machine twice over (`python dev.py bench huge-pages` measures what that costs).
 
-Only what is in use already moves: no memory is taken that was not taken before, so KV that nobody has written yet stays out. Elsewhere than
-on Linux, before Linux 6.1, and where the administrator switched huge pages off, nothing happens: it is speed alone.
+Only what is in use already moves, and what lies scattered between it: an eighth in addition at most, and no KV that nobody has written yet.
+Elsewhere than on Linux, before Linux 6.1, and where the administrator switched huge pages off, nothing happens: it is speed alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def move_to_huge_pages() -> int:
     try:
         huge_bytes = int(_SIZE.read_text("ascii"))
         with _PAGEMAP.open("rb") as pagemap:
-            for start, end in list(_anonymous_ranges(_MAPS.read_text("utf-8"), huge_bytes)):
+            for start, end in _anonymous_ranges(_MAPS.read_text("utf-8"), huge_bytes):
                 present = _present_pages(pagemap.fileno(), start, end)
                 for first, last in filled_runs(present, huge_bytes // os.sysconf("SC_PAGE_SIZE")):
                     num_filled += (last - first) * huge_bytes

@@ -207,14 +207,15 @@ class Server:
                     self._hub.send(link, self._status(instruction))
 
     def _run(self, run: Run) -> list[Instruction]:
+        slices = run.slices
         results: list[SliceResult] | None = None
         started_s = self._clock()
         try:
-            output = self._runners[run.stage_idx].run(run.slices, run.hidden)
+            output = self._runners[run.stage_idx].run(slices, run.hidden)
             if self._worker.stage(run.stage_idx).shape.is_last:
-                results = self._sampler.sample(cast(Logits, output), run.slices)
+                results = self._sampler.sample(cast(Logits, output), slices)
             elif output.dtype == np.float32:
-                check_finite(cast(Float32s, output), run.slices)
+                check_finite(cast(Float32s, output), slices)
         except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("stage %d failed on %d steps: %s", run.stage_idx, len(run.steps), error)
             return self._worker.failed(run, error)
@@ -250,7 +251,8 @@ class Server:
         draft = self._draft_engine()
         started_s = self._clock()
         try:
-            results = draft.sampler.sample(cast(Logits, draft.runner.run(run.slices, None)), run.slices)
+            slices = run.slices
+            results = draft.sampler.sample(cast(Logits, draft.runner.run(slices, None)), slices)
         except (InferenceError, CapacityError, StateLostError) as error:
             logger.error("the draft failed on %d steps: %s", len(run.steps), error)
             return self._drafts.failed(run, error)

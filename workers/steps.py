@@ -55,9 +55,7 @@ class Steps:
             if client is None or step.epoch < client.epoch:
                 continue
             self._members.heard(step.client, now_s)
-            dropped = self._take_step(batch.stage_idx, step, rows, client, fault, now_s)
-            if dropped.failures:
-                out += self._tell(batch.stage_idx, dropped)
+            out += self._tell(batch.stage_idx, self._take_step(batch.stage_idx, step, rows, client, fault, now_s))
         return out
 
     def _fault(self, batch: MicroBatch, hidden: Tensor | None) -> str | None:
@@ -77,8 +75,10 @@ class Steps:
         return self._stages[stage_idx].enqueue(step, rows, now_s)
 
     def _tell(self, stage_idx: int, dropped: Dropped) -> list[Instruction]:
+        if not dropped.failures:
+            return []
         client = self._members.find(dropped.step.client)
-        if client is None or not dropped.failures:
+        if client is None:
             return []
         step = dropped.step
         message = StepFailed(epoch=step.epoch, step_id=step.step_id, stage_idx=stage_idx, failures=dropped.failures)

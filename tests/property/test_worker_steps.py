@@ -230,7 +230,7 @@ def _serve(
     worker = Worker(make_identity("me", NUM_STAGES, 0, 1), token_budget=token_budget)
     sampler = FakeSampler()
     hub = ScriptedHub([[Arrived(_link(message), message, None) for message in group] for group in groups])
-    hub.server = Server(hub=hub, worker=worker, runners=runners, sampler=sampler, bundle=Path(), clock=lambda: 0.0, busy_poll_s=0.0)
+    hub.server = Server(hub=hub, worker=worker, runners=runners, sampler=sampler, bundle=Path(), clock=lambda: 0.0)
     hub.server.serve()
     assert not worker.has_work
     return worker, sampler, hub.sent
