@@ -101,7 +101,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     link: Link
     message: MicroBatch
-    hidden: Tensor  # [tokens, hidden]
+    hidden: Tensor | None  # [tokens, hidden]; None towards the first stage
 
 
 class WaitingStep(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -52,6 +52,7 @@ class Client:
     id: ClientId
     epoch: Epoch
     chain: tuple[Hop, ...]
+    is_ring: bool
     link: Link
     seen_s: float
     join_request: RequestId
@@ -71,7 +72,9 @@ class Client:
 
     def next_hops(self, worker: WorkerId) -> dict[str, WorkerId]:
         """Address to id of the workers that `worker` hands this chain's steps to; itself left out."""
-        after = (self.chain[idx + 1] for idx in self.stages_on(worker) if idx + 1 < len(self.chain))
+        after = [self.chain[idx + 1] for idx in self.stages_on(worker) if idx + 1 < len(self.chain)]
+        if self.is_ring and self.chain[-1].worker == worker:
+            after.append(self.chain[0])
         return {hop.address: hop.worker for hop in after if hop.worker != worker}
 
 
@@ -129,6 +132,7 @@ class Membership:
             id=join.client,
             epoch=join.epoch,
             chain=join.chain,
+            is_ring=join.is_ring,
             link=link,
             seen_s=now_s,
             join_request=join.request,
@@ -155,7 +159,7 @@ class Membership:
 
         if known is not None and join.epoch < known.epoch:
             return refused(StateLostError.code, f"epoch {join.epoch} is over, this client is at {known.epoch}: join with a higher one")
-        if known is not None and join.epoch == known.epoch and join.chain != known.chain:
+        if known is not None and join.epoch == known.epoch and (join.chain, join.is_ring) != (known.chain, known.is_ring):
             return refused(ProtocolError.code, f"another chain under the same epoch {join.epoch}: raise the epoch")
         if not 0 < len(join.client) <= MAX_CLIENT_ID_LENGTH:
             return refused(ProtocolError.code, f"client id of {len(join.client)} characters; valid: 1 to {MAX_CLIENT_ID_LENGTH}")

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +21,7 @@ import numpy as np
 from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
 from langchain_pshard.core.kv import MAX_SLICE_TOKENS
-from langchain_pshard.core.messages import Slice, SliceKind, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.messages import MAX_STEPS_AHEAD, Slice, SliceKind, SliceResult, Step, StepId, StreamFailure, StreamId
 from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
@@ -74,6 +74,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class _Stream:
     reserved: int
     length: int = 0
+    end_tokens: frozenset[int] = frozenset()
     last_step: StepId | None = None
 
 
@@ -108,9 +109,9 @@ class Stage:
         """Positions held for an open stream."""
         return self._streams[key].length
 
-    def open(self, key: StreamKey, num_tokens: int, *, length: int = 0) -> None:
+    def open(self, key: StreamKey, num_tokens: int, *, length: int = 0, end_tokens: Iterable[int] = ()) -> None:
         """Know a stream that the engine has opened with `length` positions that are there already."""
-        self._streams[key] = _Stream(reserved=num_tokens, length=length)
+        self._streams[key] = _Stream(reserved=num_tokens, length=length, end_tokens=frozenset(end_tokens))
 
     def close(self, key: StreamKey) -> None:
         """Forget an open stream, and its slices that wait."""
@@ -197,6 +198,8 @@ class Stage:
             return f"{piece.num_sampled} positions to sample of {num_tokens} tokens"
         if piece.start < 0:
             return f"start {piece.start}"
+        if piece.num_ahead and not (piece.num_sampled == 1 and 0 < piece.num_ahead <= MAX_STEPS_AHEAD):
+            return f"{piece.num_ahead} steps ahead of {piece.num_sampled} sampled positions; valid: 0 to {MAX_STEPS_AHEAD}, of one"
         if piece.kind is SliceKind.PREFILL and num_tokens == 1 and piece.start > 0:
             return f"a prefill chunk of one token at position {piece.start}; join it to its neighbour or send it as a row"
         # A decode row is one token, and two reductions over it cost more than everything else here.
@@ -283,6 +286,34 @@ class Stage:
             self.num_tokens += count
         self.num_steps += 1
         self.compute_s += compute_s
+
+    def step_ahead(self, step: Step, results: Sequence[SliceResult]) -> Step | None:
+        """How a step that was sampled goes on without being asked: each slice that may, and did not come to its end, as one row.
+
+        Args:
+            step: with the slices that were sampled.
+            results: one for each of them.
+        """
+        slices: list[Slice] = []
+        for piece, result in zip(step.slices, results, strict=True):
+            if not piece.num_ahead:
+                continue
+            stream = self._streams[StreamKey(step.client, piece.stream)]
+            if stream.end_tokens and int.from_bytes(result.tokens, "little") in stream.end_tokens:
+                continue
+            slices.append(
+                Slice(
+                    stream=piece.stream,
+                    start=piece.start + piece.num_tokens,
+                    tokens=result.tokens,
+                    kind=SliceKind.ROWS,
+                    num_sampled=1,
+                    num_ahead=piece.num_ahead - 1,
+                )
+            )
+        if not slices:
+            return None
+        return Step(client=step.client, epoch=step.epoch, step_id=StepId(step.step_id + 1), slices=tuple(slices))
 
     def failed(self, run: Run, code: str, message: str) -> tuple[Dropped, ...]:
         """The engine failed on `run`: merged steps run again, each alone; one that was alone already is given up."""

@@ -72,6 +72,8 @@ class Steps:
             return all_dropped(step, StateLostError.code, text)
         if fault:
             return all_dropped(step, ProtocolError.code, f"malformed micro-batch: {fault}")
+        if not client.is_ring and any([piece.num_ahead for piece in step.slices]):
+            return all_dropped(step, ProtocolError.code, "malformed micro-batch: steps ahead in a chain that was not joined as a ring")
         return self._stages[stage_idx].enqueue(step, rows, now_s)
 
     def _tell(self, stage_idx: int, dropped: Dropped) -> list[Instruction]:
@@ -110,8 +112,10 @@ class Steps:
 
     def sampled(self, run: Run, results: Sequence[SliceResult], logits: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
         """The last stage computed `run`: every client gets its own result, and the logits that it asked for."""
-        self._stages[run.stage_idx].succeeded(run, ended_s - started_s)
+        stage = self._stages[run.stage_idx]
+        stage.succeeded(run, ended_s - started_s)
         out: list[Instruction] = []
+        ahead: list[tuple[Step, None]] = []
         first = first_row = 0
         for waiting in run.steps:
             step = _passed(waiting, started_s, ended_s)
@@ -129,30 +133,52 @@ class Steps:
                 logits=None if tensor is None else tensor_spec(tensor),
                 logits_of=tuple([piece.key.stream for piece in asking]),
             )
+            if (following := stage.step_ahead(step, own)) is not None:
+                ahead.append((following, None))
             out.append(Reply(link=self._client_of(step).link, message=message, tensor=tensor))
-        return out
+        # The next step is under way before anybody hears of this one's tokens.
+        return self._send_on(0, ahead, None, ended_s) + out if ahead else out
 
     def computed(self, run: Run, hidden: Tensor, *, started_s: float, ended_s: float) -> list[Instruction]:
-        """An earlier stage computed `run`: its steps go to the next stage, together where they share the way."""
+        """An earlier stage computed `run`: its steps go to the next stage."""
         self._stages[run.stage_idx].succeeded(run, ended_s - started_s)
-        stage_idx = run.stage_idx + 1
-        out: list[Instruction] = []
-        ways: dict[Link, list[tuple[Step, Tensor]]] = {}
+        steps: list[tuple[Step, Tensor]] = []
         first = 0
         for waiting in run.steps:
-            step = _passed(waiting, started_s, ended_s)
             rows = hidden if len(run.steps) == 1 else hidden[first : first + waiting.num_tokens]
             first += waiting.num_tokens
+            steps.append((_passed(waiting, started_s, ended_s), rows))
+        return self._send_on(run.stage_idx + 1, steps, hidden, ended_s)
+
+    def _send_on(
+        self, stage_idx: int, steps: Sequence[tuple[Step, Tensor | None]], hidden: Tensor | None, now_s: float
+    ) -> list[Instruction]:
+        """Hand steps with their rows to the workers that serve stage `stage_idx` of their chains, together where they share the way.
+
+        Args:
+            stage_idx: the stage that comes next.
+            steps: each with its own rows; without any towards the first stage.
+            hidden: the rows of all.
+            now_s: the time.
+        """
+        out: list[Instruction] = []
+        ways: dict[Link, list[tuple[Step, Tensor | None]]] = {}
+        for step, rows in steps:
             hop = self._client_of(step).chain[stage_idx]
             if hop.worker == self._worker:
-                out += self._tell(stage_idx, self._stages[stage_idx].enqueue(step, rows, ended_s))
+                out += self._tell(stage_idx, self._stages[stage_idx].enqueue(step, rows, now_s))
                 continue
             link = self._members.link_to(hop.address)
             assert link is not None  # a client has joined only when its next workers were reached
             ways.setdefault(link, []).append((step, rows))
         for link, passed in ways.items():
-            tensor = hidden if len(passed) == len(run.steps) else join_rows([rows for _, rows in passed])
-            message = MicroBatch(stage_idx=stage_idx, steps=tuple(step for step, _ in passed), hidden=tensor_spec(tensor))
+            parts = [rows for _, rows in passed if rows is not None]
+            tensor = hidden if len(passed) == len(steps) or not parts else join_rows(parts)
+            message = MicroBatch(
+                stage_idx=stage_idx,
+                steps=tuple([step for step, _ in passed]),
+                hidden=None if tensor is None else tensor_spec(tensor),
+            )
             out.append(Forward(link=link, message=message, hidden=tensor))
         return out
 

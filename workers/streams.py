@@ -78,7 +78,7 @@ class Streams:
         if isinstance(outcome, PShardError):
             refused = Refused(request=ask.request, code=outcome.code, message=str(outcome))
             return [*self.free(key), Reply(link=admission.link, message=refused)]
-        self._stages[admission.stages[len(admission.cached)]].open(key, ask.num_tokens, length=outcome)
+        self._stages[admission.stages[len(admission.cached)]].open(key, ask.num_tokens, length=outcome, end_tokens=ask.end_tokens)
         admission.cached.append(outcome)
         if len(admission.cached) < len(admission.stages):
             return [self._next_open(key)]

@@ -276,7 +276,7 @@ class Worker:
         if not client.stages_on(self._identity.worker):
             return refused(ProtocolError.code, f"worker {self._identity.worker} has no stage in this chain: open streams elsewhere")
         if known is not None:
-            said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar, one.shares_generated) for one in (known, ask))
+            said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar, one.shares_generated, one.end_tokens) for one in (known, ask))
             is_same = said == says
             return None if is_same else refused(ProtocolError.code, f"stream {ask.stream} is open with other parameters: use another id")
         if self._is_draining:

@@ -5,7 +5,8 @@ peer). At most one tensor travels beside it, as an untouched buffer (`codec`). d
 
 Three kinds of number order everything:
 - `Epoch`: raised by the client alone, whenever it joins its chain anew. A message of an older epoch is dropped.
-- `StepId`: counts a client's steps within an epoch. A repeated id is answered again; a stage ignores an id below the stream's last.
+- `StepId`: counts a client's steps within an epoch, those included that the chain takes by itself. A repeated id is answered again; a stage
+  ignores an id below the stream's last.
 - `start`: the logical position at which a slice begins: the one rule of `Slice`.
 """
 
@@ -22,7 +23,9 @@ from langchain_pshard.core.numerics import Numerics, TensorSpec
 from langchain_pshard.core.roles import DraftOffer, EngineStatus, StageOffer, StageStatus
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+MAX_STEPS_AHEAD = 64
+"""Most steps that a chain takes by itself behind one of the client's."""
 
 ClientId = NewType("ClientId", str)
 """Random, one per client object; keeps the streams of several clients apart."""
@@ -79,6 +82,8 @@ class Join(_Message, frozen=True, kw_only=True, tag="join"):
     client: ClientId
     epoch: Epoch
     chain: tuple[Hop, ...]
+    is_ring: bool = False
+    """Whether the last stage hands steps back to the first (`Slice.num_ahead`), and so needs a way there."""
 
 
 class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
@@ -138,6 +143,8 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     """What the generated text must conform to; the last stage refuses one that it cannot enforce."""
     shares_generated: bool = False
     """Whether a stage may also look the prompt up in generated text, and keep this stream's; tokens may then differ in close decisions."""
+    end_tokens: tuple[int, ...] = ()
+    """What ends the text: the chain does not go on by itself behind one of these."""
 
 
 class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
@@ -181,6 +188,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How many trailing positions the last stage samples a next token for."""
     returns_logits: bool = False
     """Whether the last stage answers with the logits of those positions as well; refused by workers that were not started for it."""
+    num_ahead: int = 0
+    """How many more tokens the chain generates behind this slice without being asked: the last stage sends the one it sampled to the first as
+    a row of the next step id, and so on. Only for slices that sample one token, in a chain that is a ring."""
 
     @property
     def num_tokens(self) -> int:

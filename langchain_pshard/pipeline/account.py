@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from langchain_pshard.core.messages import StageTiming
 from langchain_pshard.pipeline.generation import GenerationStats
+
+
+class Trip(NamedTuple):
+    """What became of a step's time."""
+
+    timings: tuple[StageTiming, ...]
+    """By stage."""
+    way_ms: float
+    """Outside the stages."""
+    num_hops: int
+    """Links that it crossed."""
 
 
 class Account:
@@ -19,6 +30,7 @@ class Account:
         "_num_accepted",
         "_num_cached",
         "_num_drafted",
+        "_num_hops",
         "_num_prompt_tokens",
         "_num_steps",
         "_num_tokens",
@@ -39,6 +51,7 @@ class Account:
         self._num_drafted = 0
         self._num_accepted = 0
         self._num_cached = 0
+        self._num_hops = 0
         self._compute_ms: list[float] = []
         self._queue_ms: list[float] = []
         self._way_ms = 0.0
@@ -52,17 +65,18 @@ class Account:
         """A slice went out."""
         if self._started_at is None:
             self._started_at = now
-        self._num_steps += 1
 
-    def answered(self, timings: Sequence[StageTiming], way_ms: float) -> None:
-        """A slice came back: what each stage spent on the step that carried it, and the time outside the stages."""
-        for idx, timing in enumerate(timings):
+    def answered(self, trip: Trip) -> None:
+        """The step that carried a slice came back."""
+        self._num_steps += 1
+        self._num_hops += trip.num_hops
+        for idx, timing in enumerate(trip.timings):
             if idx == len(self._compute_ms):
                 self._compute_ms.append(0.0)
                 self._queue_ms.append(0.0)
             self._compute_ms[idx] += timing.compute_us / 1e3
             self._queue_ms[idx] += timing.queue_us / 1e3
-        self._way_ms += way_ms
+        self._way_ms += trip.way_ms
 
     def generated(self, num_tokens: int, now: float) -> None:
         """New tokens, confirmed."""
@@ -96,5 +110,6 @@ class Account:
             stage_compute_ms=tuple(self._compute_ms),
             stage_queue_ms=tuple(self._queue_ms),
             way_ms=self._way_ms,
+            num_hops=self._num_hops,
             guess_ms=self._guess_ms,
         )

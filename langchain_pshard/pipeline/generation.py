@@ -100,19 +100,16 @@ class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
     stage_queue_ms: tuple[float, ...]
     """The same, waiting at a stage for its turn."""
     way_ms: float = 0.0
-    """Total time of this stream's steps outside the stages: client to first stage, stage to stage, last stage to client."""
+    """Total time of this stream's steps outside the stages: client to first stage, stage to stage, last stage to client or to the first."""
+    num_hops: int = 0
+    """Links that its steps crossed, all together."""
     guess_ms: float = 0.0
     """Total time that the stream waited for guesses of the draft model."""
 
     @property
-    def num_hops(self) -> int:
-        """Links that a step crosses."""
-        return len(self.stage_compute_ms) + 1
-
-    @property
     def hop_ms(self) -> float:
         """Mean time of one crossing of one link, with what both ends spend on it."""
-        return self.way_ms / (self.num_steps * self.num_hops) if self.num_steps else 0.0
+        return self.way_ms / self.num_hops if self.num_hops else 0.0
 
     @property
     def acceptance(self) -> float:

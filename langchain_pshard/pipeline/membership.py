@@ -246,7 +246,9 @@ class Membership:
 
     def _join(self, address: str, member: _Member) -> Send:
         assert self.chain is not None
-        return Send(address, Join(request=member.request, client=self._client, epoch=self.epoch, chain=self.chain.hops))
+        is_ring = self._options.max_steps_ahead > 0
+        join = Join(request=member.request, client=self._client, epoch=self.epoch, chain=self.chain.hops, is_ring=is_ring)
+        return Send(address, join)
 
     def _miss(self, reasons: Mapping[str, str], now: float) -> list[Instruction]:
         """Workers without stages are gone: the chain goes on without them, and they are asked to come back."""

@@ -7,6 +7,8 @@
   are of equal duration, not length, as a token costs more the later it stands; and as many as bring all prompts that wait through
   soonest: short ones fill the pipeline sooner, each costs its overhead. Lengths are rounded, so that few different ones occur.
 - While somebody decodes, the chunks of a micro-batch take no longer than `STALL_MS` on the slowest stage.
+- Decode rows without drafts are sent with steps ahead: the chain goes on by itself, and what comes back is tokens. Only while no prompt is
+  under way, so that who begins to decode soon does so together with the others.
 - Fair: the streams that waited longest decode first; of prompts, the oldest and the shortest come first in turn, so neither waits for ever.
 """
 
@@ -83,6 +85,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Micro-batches sent and not answered."""
     num_decode_in_flight: int
     """Those of them that carry decode rows."""
+    least_ahead: int = 0
+    """Steps that the chain goes on by itself with each of those, at least."""
     num_decoding: int
     """Streams past their prompt, ready or in flight."""
     ready: Sequence[StreamId]
@@ -97,6 +101,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Most prompt tokens of one stream."""
     turn: int = 0
     """Counts micro-batches."""
+    max_steps_ahead: int = 0
+    """Most steps that the chain may take by itself."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +119,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[Chunk, ...]
     num_groups: int = 1
     """How many micro-batches of decode rows alternate."""
+    max_ahead: int = 0
+    """How many steps the chain may take by itself with `rows` behind this one, if none of them has drafts."""
 
 
 def plan(now: Situation, costs: StepCosts) -> Plan | None:
@@ -120,11 +128,17 @@ def plan(now: Situation, costs: StepCosts) -> Plan | None:
     if not now.ready and not now.prefilling:
         return None
     num_groups = num_decode_groups(now.num_decoding, costs, now.rows_per_stream) if now.num_decoding else 0
-    rows = _rows(now, num_groups)
+    rows, max_ahead = _rows(now, num_groups)
     chunks = _chunks(now, costs) if now.prefilling and _may_send_chunks(now, costs, num_groups) else ()
     if not rows and not chunks:
         return None
-    return Plan(rows=rows, max_drafts=ROW_BUDGET - len(rows) if rows else 0, chunks=chunks, num_groups=max(1, num_groups))
+    return Plan(
+        rows=rows,
+        max_drafts=ROW_BUDGET - len(rows) if rows else 0,
+        chunks=chunks,
+        num_groups=max(1, num_groups),
+        max_ahead=0 if now.prefilling else max_ahead,  # a prompt under way soon brings a stream to decode along
+    )
 
 
 def num_decode_groups(num_decoding: int, costs: StepCosts, rows_per_stream: float = 1.0) -> int:
@@ -180,12 +194,17 @@ def best_turn_ms(whole: PromptLoad, rest: PromptLoad, costs: StepCosts, limit_ms
     return min(slowest.base_ms + work_ms / num_parts, limit_ms)
 
 
-def _rows(now: Situation, num_groups: int) -> tuple[StreamId, ...]:
-    # A stream that gets ready while its group is in flight waits for it: alone it would alternate with the group for ever.
-    if not now.ready or now.num_decode_in_flight >= num_groups:
-        return ()
+def _rows(now: Situation, num_groups: int) -> tuple[tuple[StreamId, ...], int]:
+    """Who decodes next, and for how many steps more without being asked."""
+    max_ahead = now.max_steps_ahead
+    if now.num_decode_in_flight >= num_groups:
+        # A stream that gets ready while its group is in flight waits for it: alone it would alternate with the group for ever. But where
+        # the chain goes on with the group by itself, it goes along, and is back when the group is.
+        if not now.least_ahead:
+            return (), 0
+        max_ahead = min(max_ahead, now.least_ahead - 1)
     group_size = -(-now.num_decoding // num_groups)
-    return tuple(now.ready[: min(group_size, ROW_BUDGET)])
+    return tuple(now.ready[: min(group_size, ROW_BUDGET)]), max_ahead
 
 
 def _may_send_chunks(now: Situation, costs: StepCosts, num_groups: int) -> bool:

@@ -89,7 +89,11 @@ class Session:
         )
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
-        self._turns = Turns(max_draft_tokens=options.max_draft_tokens, max_chunk_tokens=options.max_chunk_tokens)
+        self._turns = Turns(
+            max_draft_tokens=options.max_draft_tokens,
+            max_chunk_tokens=options.max_chunk_tokens,
+            max_steps_ahead=options.max_steps_ahead,
+        )
         self._drafts = ModelDrafts(client, max_draft_tokens=options.max_draft_tokens, lost_after_s=options.step_timeout_s)
         self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
@@ -257,7 +261,7 @@ class Session:
             if result is None and stream.num_awaited:
                 continue  # it failed on the way: its StepFailed comes over another link, or its step times out
             try:
-                delivery = stream.apply(result, message.timings, landing.way_ms, now, logits.get(stream.id))
+                delivery = stream.apply(result, landing.trip, now, logits.get(stream.id))
             except PShardError as error:
                 ended.append((stream, error))
                 continue
@@ -373,6 +377,7 @@ class Session:
             prompt=stream.shared_prompt,
             grammar=stream.request.grammar,
             shares_generated=stream.request.prefix_cache == "all",
+            end_tokens=tuple(stream.request.eos_token_ids),
         )
 
     def _new_request(self) -> RequestId:

@@ -30,11 +30,17 @@ class StepCosts:
         self._way_ms: deque[float] = deque(maxlen=_WAY_WINDOW)
         self._least_way_ms = 0.0
 
-    def observe(self, *, num_rows: int, prompt: PromptLoad, timings: Sequence[StageTiming], round_trip_ms: float) -> float:
-        """A step came back; returns its time outside the stages. Of a mixed one, what its rows do not account for is the prompt's."""
+    def observe(
+        self, *, num_rows: int, prompt: PromptLoad, timings: Sequence[StageTiming], round_trip_ms: float, is_round: bool = True
+    ) -> float:
+        """A step came back; returns its time outside the stages. Of a mixed one, what its rows do not account for is the prompt's.
+
+        `is_round`: the client sent it; one that the chain took by itself has a shorter way.
+        """
         way_ms = max(0.0, round_trip_ms - sum(timing.queue_us + timing.compute_us for timing in timings) / 1e3)
-        self._way_ms.append(way_ms)
-        self._least_way_ms = min(self._way_ms)
+        if is_round:
+            self._way_ms.append(way_ms)
+            self._least_way_ms = min(self._way_ms)
         if len(timings) == self.num_stages:  # anything else is a peer's fault, and only speed depends on it
             for rows, fit, timing in zip(self._rows, self._prompts, timings, strict=True):
                 compute_ms = timing.compute_us / 1e3

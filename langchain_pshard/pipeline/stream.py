@@ -17,9 +17,9 @@ from typing import NamedTuple
 from langchain_pshard.core.codec import MAX_LOGITS_BYTES, Tensor, pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import ProtocolError, PShardError
 from langchain_pshard.core.grammar import Grammar
-from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StepResult, StreamId
+from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StepId, StepResult, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
-from langchain_pshard.pipeline.account import Account
+from langchain_pshard.pipeline.account import Account, Trip
 from langchain_pshard.pipeline.adaptive_k import Acceptance, Offer
 from langchain_pshard.pipeline.generation import FinishReason, GenerationStats, PrefixCache
 from langchain_pshard.pipeline.speculation import Drafting, draft, num_accepted
@@ -35,6 +35,8 @@ class Delivery(NamedTuple):
     logits: Tensor | None = None  # [positions of a chunk, vocab], for who asked
 
 
+STEPS_BEFORE_AHEAD = 8
+"""Turns without drafts for which a stream that drafts lets the chain take one step by itself."""
 MAX_SHARED_TOKENS = 128 << 10
 """Of 4 bytes each: half of what a message's header may have."""
 
@@ -92,6 +94,7 @@ class Stream:
         self.num_prompt_sent = 0
         """Of the prompt's tokens, those that need not be sent any more: cached ones included."""
         self.num_in_flight = 0
+        """Answers that are awaited."""
         self.waiting_since = now
         """When the answer now awaited was last brought nearer: the last send into nothing in flight, or the last answer."""
         self.last_step: StepId = StepId(0)
@@ -103,6 +106,8 @@ class Stream:
         self._guess_ahead: tuple[int, ...] = ()
         """Of the draft model, for the next turn."""
         self._drafts: tuple[int, ...] = ()
+        self._num_undrafted = 0
+        """Turns in a row that carried no draft."""
         self._forced: tuple[int, ...] = ()
         """What the grammar leaves no choice about next: a guess that needs no drafter."""
         self._is_certain = False
@@ -209,27 +214,40 @@ class Stream:
         self._guess = draft(request.drafting, untold, max_tokens=limit, vocab_size=request.vocab_size)
         return Offer(self._acceptance.gains(len(self._guess)), request.num_drafts)
 
-    def next_rows(self, num_drafts: int, step: StepId, now: float) -> Slice:
-        """The last token, and the first `num_drafts` tokens of the guess."""
+    @property
+    def max_ahead(self) -> int:
+        """How many steps the chain may take by itself behind the next one.
+
+        Drafts ride with the client's steps only, so a stream that drafts lets the chain go on alone the longer, the longer no draft was
+        worth a row. What a grammar forces rides as a draft.
+        """
+        request = self.request
+        if request.grammar is not None or request.drafts_by_model:
+            return 0
+        num_left = request.max_tokens - len(self.tokens) - 1
+        return num_left if request.drafting is None else min(num_left, self._num_undrafted // STEPS_BEFORE_AHEAD)
+
+    def next_rows(self, num_drafts: int, step: StepId, now: float, *, num_ahead: int = 0) -> Slice:
+        """The last token, and the first `num_drafts` tokens of the guess; or the last token, and `num_ahead` steps more of the chain's own."""
+        assert not (num_drafts and num_ahead)
         self._drafts = self._guess[:num_drafts]
-        self._sent(step, now)
+        self._num_undrafted = 0 if num_drafts else self._num_undrafted + 1
+        self._sent(step, now, num_answers=1 + num_ahead)
         return Slice(
             stream=self.id,
             start=len(self.request.prompt) + len(self.tokens) - 1,
             tokens=pack_tokens((self.tokens[-1], *self._drafts)),
             kind=SliceKind.ROWS,
             num_sampled=1 + len(self._drafts),
+            num_ahead=num_ahead,
         )
 
-    def apply(
-        self, result: SliceResult | None, timings: Sequence[StageTiming], way_ms: float, now: float, logits: Tensor | None = None
-    ) -> Delivery | None:
+    def apply(self, result: SliceResult | None, trip: Trip, now: float, logits: Tensor | None = None) -> Delivery | None:
         """Take the answer to the oldest slice in flight; None for a prompt chunk that samples nothing.
 
         Args:
             result: the answer, None when the slice samples nothing.
-            timings: of the step that carried it, by stage.
-            way_ms: time of the step outside the stages.
+            trip: of the step that carried it.
             now: the time.
             logits: [tokens of the answer, vocab], for a stream that asked for them.
 
@@ -241,7 +259,7 @@ class Stream:
             self._chunks.popleft()
         self.num_in_flight -= 1
         self.waiting_since = now
-        self._account.answered(timings, way_ms)
+        self._account.answered(trip)
         sampled = unpack_tokens(result.tokens) if result is not None else []
         self._check(sampled, num_expected)
         if not num_expected:
@@ -291,10 +309,10 @@ class Stream:
             return 1 + len(self._drafts)
         return self._chunks[0] if self._chunks else 0
 
-    def _sent(self, step: StepId, now: float) -> None:
+    def _sent(self, step: StepId, now: float, num_answers: int = 1) -> None:
         if not self.num_in_flight:
             self.waiting_since = now
-        self.num_in_flight += 1
+        self.num_in_flight += num_answers
         self.last_step = step
         self._account.sent(now)
 

@@ -3,12 +3,13 @@
 `scheduler` says which streams form a micro-batch and `adaptive_k` how many drafts ride; here their choices become slices, and every answer
 teaches `StepCosts` what the next choice costs.
 
+A turn with steps ahead comes back once for each of them: every answer but the last puts the next flight in the place of its own.
+
 Invariant: a flight ends when each of its slices was answered, failed, or belongs to a stream that ended: nothing leaks in-flight turns.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from langchain_pshard.core.errors import PShardError
 from langchain_pshard.core.messages import Slice, SliceKind, StageTiming, StepId, StreamId
 from langchain_pshard.pipeline import adaptive_k, scheduler
+from langchain_pshard.pipeline.account import Trip
 from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.step_costs import StepCosts
 from langchain_pshard.pipeline.stream import Stream
@@ -42,23 +44,27 @@ class Flight(msgspec.Struct):
     """Streams whose slices have not been answered."""
     rows: set[StreamId]
     """Those of them that decode."""
+    num_ahead: int = 0
+    """Steps that the chain goes on by itself behind this one."""
+    is_ahead: bool = False
+    """The chain took this one by itself."""
 
 
 class Landing(msgspec.Struct, frozen=True):
     """A micro-batch that came back."""
 
     streams: tuple[StreamId, ...]
-    way_ms: float
-    """Its time outside the stages."""
+    trip: Trip
 
 
 class Turns:
     """The flights of one chain and their costs. `reset` begins a new chain."""
 
-    def __init__(self, *, max_draft_tokens: int, max_chunk_tokens: int) -> None:
+    def __init__(self, *, max_draft_tokens: int, max_chunk_tokens: int, max_steps_ahead: int) -> None:
         self._max_draft_tokens = max_draft_tokens
         self._max_chunk_tokens = max_chunk_tokens
-        self._step_ids = itertools.count(1)
+        self._max_steps_ahead = max_steps_ahead
+        self._last_step = 0
         self._num_turns = 0
         self._flights: dict[StepId, Flight] = {}
         self._costs = StepCosts(1)
@@ -81,9 +87,11 @@ class Turns:
         plan = scheduler.plan(self._situation(streams.values()), self._costs)
         if plan is None:
             return None
-        step_id = StepId(next(self._step_ids))
+        step_id = StepId(self._last_step + 1)
         self._num_turns += 1
         slices, failed = self._rows(plan, streams, step_id, now)
+        num_ahead = slices[0].num_ahead if slices else 0
+        self._last_step = step_id + num_ahead
         num_rows = sum(piece.num_tokens for piece in slices)
         chunks = [streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
         slices += chunks
@@ -94,6 +102,7 @@ class Turns:
                 prompt=sum([PromptLoad.of(piece.start, piece.num_tokens) for piece in chunks], start=PromptLoad()),
                 awaited={piece.stream for piece in slices},
                 rows={piece.stream for piece in slices if piece.kind is SliceKind.ROWS},
+                num_ahead=num_ahead,
             )
         return Turn(step_id, tuple(slices), tuple(failed))
 
@@ -107,8 +116,27 @@ class Turns:
         if flight is None:
             return None
         round_trip_ms = 1e3 * (now - flight.sent_at)
-        way_ms = self._costs.observe(num_rows=flight.num_rows, prompt=flight.prompt, timings=timings, round_trip_ms=round_trip_ms)
-        return Landing(tuple(flight.awaited), way_ms)
+        way_ms = self._costs.observe(
+            num_rows=len(flight.rows) if flight.is_ahead else flight.num_rows,
+            prompt=flight.prompt,
+            timings=timings,
+            round_trip_ms=round_trip_ms,
+            is_round=not flight.is_ahead,
+        )
+        if flight.num_ahead:
+            self._flights[StepId(step_id + 1)] = Flight(
+                sent_at=now,
+                num_rows=len(flight.rows),
+                prompt=PromptLoad(),
+                awaited=flight.rows.copy(),
+                rows=flight.rows,
+                num_ahead=flight.num_ahead - 1,
+                is_ahead=True,
+            )
+        num_hops = self._costs.num_stages + 1
+        if flight.is_ahead:
+            num_hops = self._costs.num_stages if self._costs.num_stages > 1 else 0
+        return Landing(tuple(flight.awaited), Trip(tuple(timings), way_ms, num_hops))
 
     def forget(self, stream_ids: Iterable[StreamId]) -> None:
         """Take streams that ended out of every flight."""
@@ -141,9 +169,11 @@ class Turns:
             else:
                 prompts_sent += PromptLoad.of(stream.num_prompt_cached, stream.num_prompt_computed)
         ready.sort(key=_last_step)
+        decoding = [flight for flight in self._flights.values() if flight.rows]
         return scheduler.Situation(
             num_in_flight=len(self._flights),
-            num_decode_in_flight=sum(1 for flight in self._flights.values() if flight.rows),
+            num_decode_in_flight=len(decoding),
+            least_ahead=min([flight.num_ahead for flight in decoding], default=0),
             num_decoding=num_decoding,
             ready=[stream.id for stream in ready],
             prefilling=prefilling,
@@ -151,6 +181,7 @@ class Turns:
             rows_per_stream=self._rows_per_stream,
             max_chunk_tokens=self._max_chunk_tokens,
             turn=self._num_turns,
+            max_steps_ahead=self._max_steps_ahead,
         )
 
     def _rows(
@@ -169,7 +200,10 @@ class Turns:
             else:
                 drafting.append(stream)
         num_drafts = adaptive_k.choose(offers, max_drafts=plan.max_drafts, step_ms=lambda rows: self._costs.cycle_ms(rows, plan.num_groups))
-        slices = [stream.next_rows(count, step_id, now) for stream, count in zip(drafting, num_drafts, strict=True)]
+        num_ahead = 0 if any(num_drafts) else min([plan.max_ahead, *[stream.max_ahead for stream in drafting]])
+        slices = [
+            stream.next_rows(count, step_id, now, num_ahead=num_ahead) for stream, count in zip(drafting, num_drafts, strict=True)
+        ]
         if drafting:
             self._num_beside, self._num_groups = len(drafting) - 1, plan.num_groups
             rows_per_stream = 1.0 + sum(num_drafts) / len(drafting)
