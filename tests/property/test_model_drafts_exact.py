@@ -33,14 +33,19 @@ STREAMS = st.lists(
     streams=STREAMS,
     chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     trouble=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    max_steps_ahead=st.sampled_from([0, 1, 7, 64]),
     order=st.randoms(use_true_random=False),
 )
 def test_any_fate_of_any_guess(
-    streams: list[tuple[list[int], int, bool, int | None, bool]], chance: float, trouble: float, order: random.Random
+    streams: list[tuple[list[int], int, bool, int | None, bool]],
+    chance: float,
+    trouble: float,
+    max_steps_ahead: int,
+    order: random.Random,
 ) -> None:
     numbered = {StreamId(number): each for number, each in enumerate(streams, start=1)}
     texts = {number: [*prompt, *plain(prompt, max_tokens, has_eos)] for number, (prompt, max_tokens, _, _, has_eos) in numbered.items()}
-    fleet = DraftFleet(texts, chance, order)
+    fleet = DraftFleet(texts, chance, order, max_steps_ahead=max_steps_ahead)
     callers: dict[StreamId, Caller] = {}
     for number, (prompt, max_tokens, by_model, num_drafts, has_eos) in numbered.items():
         callers[number] = Caller()

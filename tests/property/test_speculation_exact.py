@@ -50,11 +50,11 @@ STREAMS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(streams=STREAMS, order=st.randoms(use_true_random=False))
+@given(streams=STREAMS, max_steps_ahead=st.sampled_from([0, 1, 7, 64]), order=st.randoms(use_true_random=False))
 def test_any_drafter_any_acceptance_any_number_of_drafts(
-    streams: list[tuple[list[int], int, str | float | None, int | None, bool]], order: random.Random
+    streams: list[tuple[list[int], int, str | float | None, int | None, bool]], max_steps_ahead: int, order: random.Random
 ) -> None:
-    fleet = Fleet()
+    fleet = Fleet(max_steps_ahead=max_steps_ahead)
     callers: list[Caller] = []
     for number, (prompt, max_tokens, drafter, num_drafts, has_eos) in enumerate(streams, start=1):
         drafting: Drafting | None = None

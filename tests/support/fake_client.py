@@ -85,6 +85,7 @@ class FakeClient:
             stage_compute_ms=(1.5,),
             stage_queue_ms=(0.0,),
             way_ms=6.0,
+            num_hops=6,
         )
         return GenerationChunk(text=self.end_text, token_ids=(2,), end=GenerationEnd(finish_reason=self.finish_reason, stats=stats))
 

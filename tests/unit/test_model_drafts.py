@@ -37,7 +37,7 @@ from langchain_pshard.pipeline.model_drafts import (
     ModelDrafts,
 )
 from langchain_pshard.pipeline.stream import Stream, StreamRequest
-from tests.unit.test_stream import VOCAB, fake_next
+from tests.unit.test_stream import NO_TRIP, VOCAB, fake_next
 
 LOST_S = 5.0
 
@@ -94,7 +94,7 @@ class Talking:
     def first_token(self) -> None:
         self._step += 1
         self.stream.next_chunk(len(self.stream.request.prompt), StepId(self._step), self.now)
-        self.stream.apply(SliceResult(StreamId(1), pack_tokens([self.right()])), (), 0.0, self.now)
+        self.stream.apply(SliceResult(StreamId(1), pack_tokens([self.right()])), NO_TRIP, self.now)
 
     def right(self) -> int:
         return fake_next([*self.stream.request.prompt, *self.stream.tokens])
@@ -115,7 +115,7 @@ class Talking:
         tokens = [text[-1], *unpack_tokens(piece.tokens)[1:]]
         sampled = [fake_next([*text[:-1], *tokens[: idx + 1]]) for idx in range(len(tokens))]
         self.now += (9.0 + len(tokens)) / 1e3
-        self.stream.apply(SliceResult(StreamId(1), pack_tokens(sampled)), (), 0.0, self.now)
+        self.stream.apply(SliceResult(StreamId(1), pack_tokens(sampled)), NO_TRIP, self.now)
 
 
 def texts(out: Sequence[Instruction]) -> list[str]:

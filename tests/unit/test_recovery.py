@@ -92,7 +92,7 @@ def hello(address: str, request: int) -> Send:
 
 def join(way: Membership, address: str, request: int) -> Send:
     assert way.chain is not None
-    return Send(address, Join(request=RequestId(request), client=ME, epoch=way.epoch, chain=way.chain.hops))
+    return Send(address, Join(request=RequestId(request), client=ME, epoch=way.epoch, chain=way.chain.hops, is_ring=True))
 
 
 def joined_by(instruction: Instruction) -> Joined:

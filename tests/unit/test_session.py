@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import CapacityError, DeadlineError, PShardError, StateLostError
 from langchain_pshard.core.messages import (
+    MAX_STEPS_AHEAD,
     ClientId,
     Close,
     Epoch,
@@ -25,9 +26,11 @@ from langchain_pshard.core.messages import (
     Pong,
     Refused,
     Slice,
+    SliceKind,
     SliceResult,
     Step,
     StepFailed,
+    StepId,
     StepResult,
     StreamFailure,
     StreamId,
@@ -83,6 +86,10 @@ class Fleet:
         self.callers: dict[int, Caller] = {}
         self.knows_client = True
         self.cached: dict[str, tuple[int, ...]] = {}
+        self.end_tokens: dict[StreamId, tuple[int, ...]] = {}
+        self.is_ring = False
+        self.seen: set[tuple[Epoch, StepId]] = set()
+        """Every step that reached the last stage."""
 
     def do(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -112,8 +119,8 @@ class Fleet:
         match message:
             case Hello():
                 self.reply(address, welcome(0, worker="a") if address == A else welcome(1, worker="b"))
-            case Join(request=request, epoch=epoch):
-                self.epoch, self.knows_client = epoch, True
+            case Join(request=request, epoch=epoch, is_ring=is_ring):
+                self.epoch, self.knows_client, self.is_ring = epoch, True, is_ring
                 self.held.clear()
                 self.reserved.clear()
                 self.reply(address, Joined(request=request))
@@ -129,14 +136,19 @@ class Fleet:
                 self.reply(address, Pong(request=request))
 
     def answer_step(self) -> None:
-        """The oldest step comes out of the last stage."""
+        """The oldest step comes out of the last stage, which goes on by itself where it may, and then tells the client."""
         step = self.steps.pop(0)
-        results, failures = [], []
+        assert (step.epoch, step.step_id) not in self.seen, "two steps of one id"
+        self.seen.add((step.epoch, step.step_id))
+        results, failures, ahead = [], [], []
         for piece in step.slices:
             if piece.stream in self.held and (B, piece.stream) in self.reserved:
                 results.append(self._run(piece))
+                ahead += self._ahead(piece, results[-1])
             else:
                 failures.append(StreamFailure(piece.stream, "state-lost", "no such stream"))
+        if ahead:
+            self.steps.append(Step(client=step.client, epoch=step.epoch, step_id=StepId(step.step_id + 1), slices=tuple(ahead)))
         if failures:
             self.reply(A, StepFailed(epoch=step.epoch, step_id=step.step_id, stage_idx=0, failures=tuple(failures)))
         if results:
@@ -161,6 +173,7 @@ class Fleet:
         if key not in self.reserved and used + message.num_tokens > self.capacity:
             return Refused(request=message.request, code="capacity", message="full")
         self.reserved[key] = message.num_tokens
+        self.end_tokens[message.stream] = message.end_tokens
         cached = self.cached.get(address, (0,))
         held = self.held.setdefault(message.stream, [])
         held[len(held) :] = unpack_tokens(message.prompt)[len(held) : max(cached, default=0)]
@@ -170,8 +183,23 @@ class Fleet:
         held = self.held[piece.stream]
         assert piece.start <= len(held)
         held[piece.start :] = unpack_tokens(piece.tokens)
+        assert len(held) <= self.reserved[B, piece.stream]
         first = len(held) - piece.num_sampled
         return SliceResult(piece.stream, pack_tokens([fake_next(held[: idx + 1]) for idx in range(first, len(held))]))
+
+    def _ahead(self, piece: Slice, result: SliceResult) -> list[Slice]:
+        """How a slice goes on by itself: not at all, or as a row of the token that was sampled."""
+        if not piece.num_ahead:
+            return []
+        assert self.is_ring
+        assert (piece.num_sampled, 0 < piece.num_ahead <= MAX_STEPS_AHEAD) == (1, True)
+        [token] = unpack_tokens(result.tokens)
+        if token in self.end_tokens[piece.stream]:
+            return []
+        start = piece.start + piece.num_tokens
+        return [
+            Slice(stream=piece.stream, start=start, tokens=result.tokens, kind=SliceKind.ROWS, num_sampled=1, num_ahead=piece.num_ahead - 1)
+        ]
 
 
 def expected(number: int, max_tokens: int = 4) -> list[int]:
@@ -328,9 +356,11 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(actions=ACTIONS, capacity=st.integers(24, 120))
-def test_whatever_happens_every_stream_has_one_end_and_nothing_is_left(actions: list[tuple[str, int]], capacity: int) -> None:
-    fleet = Fleet(capacity=capacity)
+@given(actions=ACTIONS, capacity=st.integers(24, 120), max_steps_ahead=st.sampled_from([0, 1, 7, 64]))
+def test_whatever_happens_every_stream_has_one_end_and_nothing_is_left(
+    actions: list[tuple[str, int]], capacity: int, max_steps_ahead: int
+) -> None:
+    fleet = Fleet(capacity=capacity, max_steps_ahead=max_steps_ahead)
     asked: dict[int, int] = {}
     cancelled: set[int] = set()
     for action, value in actions:

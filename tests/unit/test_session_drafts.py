@@ -34,11 +34,10 @@ from tests.unit.test_stream import VOCAB, fake_next, plain
 class DraftFleet(Fleet):
     """The two workers of `Fleet`, and one that drafts at `C`."""
 
-    def __init__(self, texts: dict[StreamId, list[int]], chance: float, draws: random.Random) -> None:
+    def __init__(self, texts: dict[StreamId, list[int]], chance: float, draws: random.Random, *, max_steps_ahead: int = 7) -> None:
         super().__init__()
-        self.session = Session(
-            ClientId("me"), [A, B, C], software="0.1.0", connect_timeout_s=30.0, options=ClientOptions(step_timeout_s=5.0), now=0.0
-        )
+        options = ClientOptions(step_timeout_s=5.0, max_steps_ahead=max_steps_ahead)
+        self.session = Session(ClientId("me"), [A, B, C], software="0.1.0", connect_timeout_s=30.0, options=options, now=0.0)
         self.asks: list[DraftAsk] = []
         self.guessing: dict[StreamId, list[int]] = {}
         self.num_restarts = 0

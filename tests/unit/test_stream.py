@@ -13,6 +13,7 @@ from langchain_pshard.core.codec import pack_tokens, unpack_tokens
 from langchain_pshard.core.errors import InvalidOptionError, ProtocolError
 from langchain_pshard.core.messages import Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
+from langchain_pshard.pipeline.account import Trip
 from langchain_pshard.pipeline.generation import FinishReason
 from langchain_pshard.pipeline.recovery import Replay, replay_plan
 from langchain_pshard.pipeline.speculation import Drafting, draft
@@ -20,6 +21,7 @@ from langchain_pshard.pipeline.stream import Delivery, Stream, StreamRequest
 
 VOCAB = 13
 EOS = 0
+NO_TRIP = Trip((), 0.0, 0)
 
 
 def fake_next(text: Sequence[int]) -> int:
@@ -72,7 +74,7 @@ def test_what_is_cached_is_not_sent_and_two_tokens_are_left(num_prompt: int, cac
     assert stream.num_prompt_left == num_prompt - start
     assert stream.next_chunk(num_prompt - start, StepId(1), 0.0).start == start
     result = SliceResult(StreamId(1), pack_tokens([7]))
-    delivery = stream.apply(result, (), 0.0, 0.0)
+    delivery = stream.apply(result, NO_TRIP, 0.0)
     assert delivery is not None
     assert delivery.stats.num_cached_tokens == start
 
@@ -87,7 +89,7 @@ def run(stream: Stream, max_drafts: int = 8) -> tuple[list[int], Delivery, FakeF
     step, tokens = 0, list[int]()
     piece = stream.next_chunk(stream.num_prompt_left, StepId(1), 0.0)
     while True:
-        delivery = stream.apply(fleet.run(piece), (), 0.0, float(step))
+        delivery = stream.apply(fleet.run(piece), NO_TRIP, float(step))
         assert delivery is not None
         tokens += delivery.tokens
         if delivery.finish_reason is not None:
@@ -150,12 +152,12 @@ def test_every_end_token_ends(end: int) -> None:
     )  # fmt: skip
     stream = Stream(StreamId(1), request, now=0.0)
     stream.next_chunk(2, StepId(1), 0.0)
-    first = stream.apply(SliceResult(stream.id, pack_tokens([3])), (), 0.0, 0.0)
+    first = stream.apply(SliceResult(stream.id, pack_tokens([3])), NO_TRIP, 0.0)
     assert first is not None
     assert first.finish_reason is None
     stream.guess(0)
     stream.next_rows(0, StepId(2), 0.0)
-    last = stream.apply(SliceResult(stream.id, pack_tokens([end])), (), 0.0, 0.0)
+    last = stream.apply(SliceResult(stream.id, pack_tokens([end])), NO_TRIP, 0.0)
     assert last is not None
     assert (last.tokens, last.finish_reason) == ((end,), FinishReason.STOP)
 
@@ -166,9 +168,9 @@ def test_prompt_in_chunks_behind_one_another() -> None:
     second = stream.next_chunk(2, StepId(2), 0.5)
     assert (first.start, first.num_tokens, first.num_sampled, first.kind) == (0, 3, 0, SliceKind.PREFILL)
     assert (second.start, second.num_tokens, second.num_sampled) == (3, 2, 1)
-    assert stream.apply(fleet.run(first), (), 0.0, 1.0) is None
+    assert stream.apply(fleet.run(first), NO_TRIP, 1.0) is None
     assert not stream.is_ready
-    delivery = stream.apply(fleet.run(second), (), 0.0, 2.0)
+    delivery = stream.apply(fleet.run(second), NO_TRIP, 2.0)
     assert delivery is not None
     assert list(delivery.tokens) == plain([1, 2, 3, 4, 5], 1, False)
     row = stream.next_rows(0, StepId(3), 2.0)
@@ -178,25 +180,25 @@ def test_prompt_in_chunks_behind_one_another() -> None:
 def test_stats() -> None:
     stream, fleet = make([1, 2], max_tokens=2, eos=False), FakeFleet()
     timings = (StageTiming(100, 2000), StageTiming(50, 1000))
-    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.25)), timings, 6.0, 1.0)
-    last = stream.apply(fleet.run(stream.next_rows(0, StepId(2), 1.0)), timings, 3.0, 1.5)
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.25)), Trip(timings, 6.0, 3), 1.0)
+    last = stream.apply(fleet.run(stream.next_rows(0, StepId(2), 1.0)), Trip(timings, 3.0, 2), 1.5)
     assert last is not None
     assert last.finish_reason is FinishReason.LENGTH
     stats = last.stats
     assert (stats.queue_ms, stats.first_token_ms, stats.decode_ms) == (250.0, 1000.0, 500.0)
     assert (stats.stage_compute_ms, stats.stage_queue_ms) == ((4.0, 2.0), (0.2, 0.1))
     assert stats.tokens_per_s == 2.0
-    assert (stats.way_ms, stats.num_hops, stats.hop_ms) == (9.0, 3, 1.5)
+    assert (stats.way_ms, stats.num_hops, stats.hop_ms) == (9.0, 5, 1.8)
     assert stats.acceptance == 0.0
 
 
 def test_logprobs_are_those_of_the_tokens_delivered() -> None:
     stream = make([1, 2], max_tokens=2, eos=False, drafting=Scripted([1, 2], [(1, 0)]))
     fleet = FakeFleet()
-    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), (), 0.0, 0.0)
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), NO_TRIP, 0.0)
     plain_result = fleet.run(next_rows(stream, 4, StepId(2), 0.0))
     all_of_them = tuple(TokenLogprobs(-float(idx), ()) for idx in range(len(unpack_tokens(plain_result.tokens))))
-    delivery = stream.apply(SliceResult(plain_result.stream, plain_result.tokens, all_of_them), (), 0.0, 0.0)
+    delivery = stream.apply(SliceResult(plain_result.stream, plain_result.tokens, all_of_them), NO_TRIP, 0.0)
     assert delivery is not None
     assert delivery.logprobs == all_of_them[:1]
 
@@ -206,7 +208,7 @@ def test_a_wrong_answer_is_a_protocol_error(tokens: list[int]) -> None:
     stream = make([1, 2])
     stream.next_chunk(2, StepId(1), 0.0)
     with pytest.raises(ProtocolError, match="the last stage answered"):
-        stream.apply(SliceResult(StreamId(1), pack_tokens(tokens)), (), 0.0, 0.0)
+        stream.apply(SliceResult(StreamId(1), pack_tokens(tokens)), NO_TRIP, 0.0)
 
 
 class Fixed:
@@ -254,10 +256,10 @@ def test_a_guess_that_does_not_ride_still_teaches_what_one_draft_would_bring() -
             return [fake_next(self.text)]
 
     stream, fleet = make([1, 2], max_tokens=40, eos=False, drafting=Right()), FakeFleet()
-    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), (), 0.0, 0.0)
+    stream.apply(fleet.run(stream.next_chunk(2, StepId(1), 0.0)), NO_TRIP, 0.0)
     before = stream.guess(4).gains[0]
     for step in range(2, 12):
-        stream.apply(fleet.run(stream.next_rows(0, StepId(step), 0.0)), (), 0.0, 0.0)
+        stream.apply(fleet.run(stream.next_rows(0, StepId(step), 0.0)), NO_TRIP, 0.0)
         after = stream.guess(4).gains[0]
     assert before == 0.5
     assert after > 0.9
