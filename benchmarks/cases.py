@@ -18,6 +18,7 @@ from langchain_pshard.pipeline.options import ClientOptions
 AXES: dict[str, tuple[Any, ...]] = {
     "is_together": (False, True),
     "chunk_tokens": (16, 48, 256),
+    "steps_ahead": (0, 7),
     "drafts": ("none", "ngram", "0 %", "50 %", "100 %"),
     "has_prefix_cache": (False, True),
     "is_sampled": (False, True),
@@ -36,6 +37,8 @@ class Setting:
     """All prompts at once, or one after another."""
     chunk_tokens: int
     """Longest chunk of a prompt."""
+    steps_ahead: int
+    """Steps that the chain may take by itself."""
     drafts: str
     """`none`, `ngram`, or how many of a scripted drafter's guesses are right."""
     has_prefix_cache: bool
@@ -44,7 +47,7 @@ class Setting:
     """Processes that generate the same at the same time."""
 
 
-PLAIN = Setting(is_together=False, chunk_tokens=256, drafts="none", has_prefix_cache=False, is_sampled=False, num_clients=1)
+PLAIN = Setting(is_together=False, chunk_tokens=256, steps_ahead=0, drafts="none", has_prefix_cache=False, is_sampled=False, num_clients=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +69,23 @@ class Outcome:
 
 
 class Clients:
-    """Clients of one fleet, one for each length of chunk: it is a setting of a client. A context manager."""
+    """Clients of one fleet, one for each length of chunk and number of steps ahead: they are settings of a client. A context manager."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = list(addresses)
         self._stack = contextlib.ExitStack()
-        self._clients: dict[int, PipelineClient] = {}
+        self._clients: dict[ClientOptions, PipelineClient] = {}
 
-    def client(self, chunk_tokens: int) -> PipelineClient:
-        """The client with chunks of at most so many tokens."""
-        if chunk_tokens not in self._clients:
-            options = ClientOptions(max_chunk_tokens=chunk_tokens)
-            self._clients[chunk_tokens] = self._stack.enter_context(PipelineClient.connect(self._addresses, options=options))
-        return self._clients[chunk_tokens]
+    def client(self, setting: Setting) -> PipelineClient:
+        """The client with the setting's options."""
+        options = ClientOptions(max_chunk_tokens=setting.chunk_tokens, max_steps_ahead=setting.steps_ahead)
+        if options not in self._clients:
+            self._clients[options] = self._stack.enter_context(PipelineClient.connect(self._addresses, options=options))
+        return self._clients[options]
 
     def generate(self, task: Task, setting: Setting, answers: Sequence[Sequence[int]]) -> Outcome:
         """Generate every prompt of the task; `answers` is what the scripted drafter knows."""
-        client = self.client(setting.chunk_tokens)
+        client = self.client(setting)
 
         def one(idx: int) -> Generation:
             params = GenerationParams(

@@ -15,12 +15,14 @@ from langchain_pshard import PipelineClient
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.pipeline.generation import GenerationParams
+from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.transport.hub import Hub
 from langchain_pshard.transport.zeromq import ZmqHub
 
 PROMPT = "The lighthouse stood on the last rock before the open sea. Every evening the keeper climbed the stairs and"
 AWAKE = ("--busy-poll-ms", "20")
 """Option of a worker that has a core to itself."""
+DEFAULT_OPTIONS = ClientOptions()
 WARM_UP = GenerationParams(max_tokens=16, ignore_eos=True)
 
 
@@ -39,6 +41,7 @@ def start_chain(
     *,
     hub_factory: Callable[[], Hub] = ZmqHub,
     options: Sequence[str] = (),
+    client_options: ClientOptions = DEFAULT_OPTIONS,
     reach: Callable[[str], str] = lambda address: address,
 ) -> RunningChain:
     """A fleet with stage i of `bundle` on core `cores[i]`, warmed up by one generation; it ends with `stack`.
@@ -49,13 +52,14 @@ def start_chain(
         cores: one for each stage.
         hub_factory: the client's transport.
         options: more options of the workers.
+        client_options: of the client.
         reach: the address at which the client and the other workers reach the worker at an address.
     """
     workers = tuple(
         stack.enter_context(running_worker(bundle, stage_idx, cores=[core], options=options)) for stage_idx, core in enumerate(cores)
     )
     addresses = [reach(worker.address) for worker in workers]
-    client = stack.enter_context(PipelineClient.connect(addresses, hub_factory=hub_factory))
+    client = stack.enter_context(PipelineClient.connect(addresses, hub_factory=hub_factory, options=client_options))
     client.complete(PROMPT, WARM_UP)
     return RunningChain(client=client, workers=workers)
 

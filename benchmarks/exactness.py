@@ -1,9 +1,10 @@
 """Whether a text depends on anything but itself: the same prompts over every number of stages, alone and in company, in short and long
-chunks, with every kind of draft, with and without shared prefixes, greedy and sampled, from one client process and from two.
+chunks, with every kind of draft, with and without steps ahead, with and without shared prefixes, greedy and sampled, from one client
+process and from two.
 
-All of it at once would be 720 settings and hours. For each number of stages a covering design is run instead: every value of each axis
+All of it at once would be 1,440 settings and hours. For each number of stages a covering design is run instead: every value of each axis
 together with every value of each other axis, a different selection for each number of stages. Every generation is compared over its whole
-length with that of one stage, one stream, one chunk, no drafts, no cache.
+length with that of one stage, one stream, one chunk, no drafts, no steps ahead, no cache.
 """
 
 from __future__ import annotations

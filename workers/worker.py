@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from langchain_pshard.core.bundle import Manifest
@@ -276,8 +277,7 @@ class Worker:
         if not client.stages_on(self._identity.worker):
             return refused(ProtocolError.code, f"worker {self._identity.worker} has no stage in this chain: open streams elsewhere")
         if known is not None:
-            said, says = ((one.num_tokens, one.sampling, one.prompt, one.grammar, one.shares_generated, one.end_tokens) for one in (known, ask))
-            is_same = said == says
+            is_same = msgspec.structs.replace(known, request=ask.request) == ask
             return None if is_same else refused(ProtocolError.code, f"stream {ask.stream} is open with other parameters: use another id")
         if self._is_draining:
             return self._is_leaving(ask.request)

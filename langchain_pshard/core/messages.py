@@ -189,8 +189,8 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     returns_logits: bool = False
     """Whether the last stage answers with the logits of those positions as well; refused by workers that were not started for it."""
     num_ahead: int = 0
-    """How many more tokens the chain generates behind this slice without being asked: the last stage sends the one it sampled to the first as
-    a row of the next step id, and so on. Only for slices that sample one token, in a chain that is a ring."""
+    """How many more tokens the chain generates behind this slice without being asked: the last stage sends the one it sampled to the first
+    as a row of the next step id, and so on. Only for slices that sample one token, in a chain that is a ring."""
 
     @property
     def num_tokens(self) -> int:

@@ -228,7 +228,7 @@ class Stream:
         return num_left if request.drafting is None else min(num_left, self._num_undrafted // STEPS_BEFORE_AHEAD)
 
     def next_rows(self, num_drafts: int, step: StepId, now: float, *, num_ahead: int = 0) -> Slice:
-        """The last token, and the first `num_drafts` tokens of the guess; or the last token, and `num_ahead` steps more of the chain's own."""
+        """The last token, with the first `num_drafts` tokens of the guess, or with `num_ahead` steps more of the chain's own."""
         assert not (num_drafts and num_ahead)
         self._drafts = self._guess[:num_drafts]
         self._num_undrafted = 0 if num_drafts else self._num_undrafted + 1

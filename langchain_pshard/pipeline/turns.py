@@ -201,9 +201,7 @@ class Turns:
                 drafting.append(stream)
         num_drafts = adaptive_k.choose(offers, max_drafts=plan.max_drafts, step_ms=lambda rows: self._costs.cycle_ms(rows, plan.num_groups))
         num_ahead = 0 if any(num_drafts) else min([plan.max_ahead, *[stream.max_ahead for stream in drafting]])
-        slices = [
-            stream.next_rows(count, step_id, now, num_ahead=num_ahead) for stream, count in zip(drafting, num_drafts, strict=True)
-        ]
+        slices = [stream.next_rows(count, step_id, now, num_ahead=num_ahead) for stream, count in zip(drafting, num_drafts, strict=True)]
         if drafting:
             self._num_beside, self._num_groups = len(drafting) - 1, plan.num_groups
             rows_per_stream = 1.0 + sum(num_drafts) / len(drafting)
