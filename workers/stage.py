@@ -76,6 +76,8 @@ class _Stream:
     length: int = 0
     end_tokens: frozenset[int] = frozenset()
     last_step: StepId | None = None
+    last_ahead: StepId | None = None
+    """The last step that the chain went on behind by itself."""
 
 
 class Stage:
@@ -299,8 +301,11 @@ class Stage:
             if not piece.num_ahead:
                 continue
             stream = self._streams[StreamKey(step.client, piece.stream)]
+            if stream.last_ahead is not None and step.step_id <= stream.last_ahead:
+                continue  # a repeated step: twice on its way it would be four times where messages are doubled, then eight
             if stream.end_tokens and int.from_bytes(result.tokens, "little") in stream.end_tokens:
                 continue
+            stream.last_ahead = step.step_id
             slices.append(
                 Slice(
                     stream=piece.stream,

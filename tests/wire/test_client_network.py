@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,17 @@ def connect_memory(fleet: FakeFleet, network: MemoryNetwork, folder: Path, **opt
     return PipelineClient.connect(fleet.addresses, options=chosen, hub_factory=network.hub, connect_timeout_s=5)
 
 
-def test_doubled_messages_change_nothing(memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_steps_ahead", [0, 7, 64])
+def test_doubled_messages_change_nothing(memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path, max_steps_ahead: int) -> None:
     network.rule = lambda address, message: Fate.DOUBLE
-    with connect_memory(memory_fleet, network, tmp_path) as client:
-        assert list(client.complete(PROMPT, params(20)).token_ids) == plain_tokens(PROMPT, 2, 20, ignore_eos=True)
+    with connect_memory(memory_fleet, network, tmp_path, max_steps_ahead=max_steps_ahead) as client:
+        plain = replace(params(80), draft=None)
+        assert list(client.complete(PROMPT, plain).token_ids) == plain_tokens(PROMPT, 2, 80, ignore_eos=True)
     memory_fleet.wait_until_free()
+    # A step that goes on twice because it came twice would be four times there one step later, and 16,000 times after seven.
+    batches = [len(worker.runners[idx].batches) for idx, worker in enumerate(memory_fleet.workers)]
+    assert batches[0] <= 2 * 80
+    assert batches[1] <= 4 * 80
 
 
 def test_lost_control_messages_are_repeated(memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path) -> None:
