@@ -116,9 +116,11 @@ def make_identity(
     )
 
 
-def row(stream: int, start: int, tokens: Sequence[int], *, num_sampled: int = 1, kind: SliceKind = SliceKind.ROWS) -> Slice:
+def row(
+    stream: int, start: int, tokens: Sequence[int], *, num_sampled: int = 1, kind: SliceKind = SliceKind.ROWS, num_ahead: int = 0
+) -> Slice:
     """A slice as a client makes it."""
-    return Slice(stream=StreamId(stream), start=start, tokens=pack_tokens(tokens), kind=kind, num_sampled=num_sampled)
+    return Slice(stream=StreamId(stream), start=start, tokens=pack_tokens(tokens), kind=kind, num_sampled=num_sampled, num_ahead=num_ahead)
 
 
 def step(step_id: int, *slices: Slice, client: str = "ann", epoch: int = 1) -> Step:

@@ -34,6 +34,7 @@ ANN = Link(0, b"ann")
 BOB = Link(0, b"bob")
 NEXT = Link(7)
 ME = "me"
+RING_TWO = (("other", "tcp://127.0.0.1:1"), (ME, "tcp://127.0.0.1:2"))
 CHAIN_TWO = ((ME, "tcp://127.0.0.1:1"), ("other", "tcp://127.0.0.1:2"))
 
 
@@ -49,11 +50,15 @@ def key(stream: int, client: str = "ann") -> StreamKey:
     return StreamKey(ClientId(client), StreamId(stream))
 
 
-def join(epoch: int = 1, chain: Sequence[tuple[str, str]] = CHAIN_TWO, *, client: str = "ann", number: int = 10) -> Join:
-    return Join(request=request(number), client=ClientId(client), epoch=Epoch(epoch), chain=hops(*chain))
+def join(
+    epoch: int = 1, chain: Sequence[tuple[str, str]] = CHAIN_TWO, *, client: str = "ann", number: int = 10, is_ring: bool = False
+) -> Join:
+    return Join(request=request(number), client=ClientId(client), epoch=Epoch(epoch), chain=hops(*chain), is_ring=is_ring)
 
 
-def ask_open(stream: int = 1, num_tokens: int = 32, *, client: str = "ann", epoch: int = 1, number: int = 20) -> Open:
+def ask_open(
+    stream: int = 1, num_tokens: int = 32, *, client: str = "ann", epoch: int = 1, number: int = 20, end_tokens: Sequence[int] = ()
+) -> Open:
     return Open(
         request=request(number),
         client=ClientId(client),
@@ -61,6 +66,7 @@ def ask_open(stream: int = 1, num_tokens: int = 32, *, client: str = "ann", epoc
         stream=StreamId(stream),
         num_tokens=num_tokens,
         sampling=SamplingParams(),
+        end_tokens=tuple(end_tokens),
     )
 
 
@@ -74,19 +80,44 @@ class Bench:
     def hear(self, message: Message, link: Link = ANN, tensor: Tensor | None = None) -> list[Instruction]:
         return self.worker.received(Arrived(link, message, tensor), self.now_s)
 
-    def join_alone(self, chain: Sequence[tuple[str, str]], client: str = "ann", link: Link = ANN, epoch: int = 1) -> None:
-        assert self.hear(join(epoch, chain, client=client), link)[-1] == Reply(link=link, message=Joined(request=request(10)))
+    def join_alone(
+        self, chain: Sequence[tuple[str, str]], client: str = "ann", link: Link = ANN, epoch: int = 1, *, is_ring: bool = False
+    ) -> None:
+        assert self.hear(join(epoch, chain, client=client, is_ring=is_ring), link)[-1] == Reply(
+            link=link, message=Joined(request=request(10))
+        )
 
     def join_via_next(self, client: str = "ann", link: Link = ANN) -> None:
-        assert Dial(address="tcp://127.0.0.1:2") in self.hear(join(client=client), link)
-        hello = self.worker.dialled("tcp://127.0.0.1:2", NEXT, self.now_s)[0]
+        out = self.hear(join(client=client), link)
+        assert Dial(address="tcp://127.0.0.1:2") in out
+        assert self.reached(out, 2, 1) == [Reply(link=link, message=Joined(request=request(10)))]
+
+    def join_ring(self, client: str = "ann", link: Link = ANN) -> None:
+        """As the last worker of `RING_TWO`; the first one is at the end of `NEXT`."""
+        out = self.hear(join(client=client, chain=RING_TWO, is_ring=True), link)
+        assert self.reached(out, 2, 0) == [Reply(link=link, message=Joined(request=request(10)))]
+
+    def reached(self, out: list[Instruction], num_stages: int, stage_idx: int) -> list[Instruction]:
+        """The next worker, `other`, is dialled (`out`) unless it was, and says who it is over `NEXT`; what follows."""
+        if isinstance(out[0], Dial):
+            out = self.worker.dialled(out[0].address, NEXT, self.now_s)
+        [hello] = out
         assert isinstance(hello, Reply)
         assert isinstance(hello.message, Hello)
-        welcome = make_identity("other", 2, 1).welcome(hello.message.request)
-        assert self.hear(welcome, NEXT) == [Reply(link=link, message=Joined(request=request(10)))]
+        assert hello.link == NEXT
+        return self.hear(make_identity("other", num_stages, stage_idx).welcome(hello.message.request), NEXT)
 
-    def open(self, stream: int = 1, *, client: str = "ann", link: Link = ANN) -> None:
-        out = self.hear(ask_open(stream, client=client), link)
+    def open(
+        self,
+        stream: int = 1,
+        *,
+        client: str = "ann",
+        link: Link = ANN,
+        epoch: int = 1,
+        num_tokens: int = 32,
+        end_tokens: Sequence[int] = (),
+    ) -> None:
+        out = self.hear(ask_open(stream, num_tokens, client=client, epoch=epoch, end_tokens=end_tokens), link)
         while isinstance(out[0], OpenStream):
             out = self.worker.opened(out[0].key, 0)
         [reply] = out

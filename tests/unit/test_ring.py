@@ -1,0 +1,122 @@
+"""A chain joined as a ring: the last worker reaches the first one, as long as some client needs it, and nobody else does anything more."""
+
+from __future__ import annotations
+
+import pytest
+
+from langchain_pshard.core.messages import PROTOCOL_VERSION, ClientId, Hello, Joined, Leave
+from tests.support.fake_stages import make_identity
+from tests.support.worker_bench import ANN, BOB, CHAIN_TWO, ME, NEXT, RING_TWO, Bench, join, refusal, request
+from workers.instructions import Dial, HangUp, Reply
+from workers.membership import JOIN_TIMEOUT_S, LEASE_S
+
+FIRST = RING_TWO[0][1]
+
+
+def hello(number: int) -> Reply:
+    return Reply(link=NEXT, message=Hello(request=request(number), protocol=PROTOCOL_VERSION, software="1.0"))
+
+
+def last_worker() -> Bench:
+    return Bench(2, (1,))
+
+
+def test_the_last_worker_has_joined_when_the_first_has_said_who_it_is() -> None:
+    bench = last_worker()
+    assert bench.hear(join(chain=RING_TWO, is_ring=True)) == [Dial(address=FIRST)]
+    assert bench.worker.dialled(FIRST, NEXT, bench.now_s) == [hello(1)]
+    assert bench.hear(make_identity("other", 2, 0).welcome(request(1)), NEXT) == [Reply(link=ANN, message=Joined(request=request(10)))]
+
+
+def test_without_a_ring_the_last_worker_needs_nobody() -> None:
+    assert last_worker().hear(join(chain=RING_TWO)) == [Reply(link=ANN, message=Joined(request=request(10)))]
+
+
+def test_a_first_worker_that_is_another_by_now_is_refused() -> None:
+    bench = last_worker()
+    bench.hear(join(chain=RING_TWO, is_ring=True))
+    bench.worker.dialled(FIRST, NEXT, bench.now_s)
+    told, *rest = bench.hear(make_identity("stranger", 2, 0).welcome(request(1)), NEXT)
+    refused = refusal([told])
+    assert refused.code == "fleet-mismatch"
+    for part in (RING_TWO[1][1], FIRST, "other", "stranger"):
+        assert part in refused.message
+    assert rest == [HangUp(link=NEXT)]
+
+
+def test_a_first_worker_that_the_last_cannot_reach_is_told_with_both_addresses() -> None:
+    bench = last_worker()
+    bench.hear(join(chain=RING_TWO, is_ring=True))
+    bench.worker.dialled(FIRST, NEXT, bench.now_s)
+    told, *rest = bench.worker.time_passed(bench.now_s + JOIN_TIMEOUT_S)
+    refused = refusal([told])
+    assert refused.code == "worker-unreachable"
+    assert RING_TWO[1][1] in refused.message
+    assert FIRST in refused.message
+    assert rest == [HangUp(link=NEXT)]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_link_is_hung_up_when_no_client_needs_the_ring(leaves: bool) -> None:
+    bench = last_worker()
+    bench.join_ring()
+    bench.join_ring("bob", BOB)  # over the same link
+    bench.hear(join(chain=RING_TWO, client="cat"), BOB)  # no ring: it needs no link
+    if not leaves:
+        assert bench.worker.time_passed(bench.now_s + LEASE_S) == [HangUp(link=NEXT)]
+        return
+    assert bench.hear(Leave(client=ClientId("ann"))) == []
+    assert bench.hear(Leave(client=ClientId("bob"))) == [HangUp(link=NEXT)]
+    assert bench.worker.num_clients == 1
+
+
+def test_a_new_epoch_without_a_ring_hangs_up() -> None:
+    bench = last_worker()
+    bench.join_ring()
+    assert bench.hear(join(2, RING_TWO, number=11)) == [HangUp(link=NEXT), Reply(link=ANN, message=Joined(request=request(11)))]
+
+
+@pytest.mark.parametrize("was_ring", [True, False])
+def test_an_equal_epoch_is_answered_again_and_refused_when_it_says_otherwise_of_the_ring(was_ring: bool) -> None:
+    bench = last_worker()
+    if was_ring:
+        bench.join_ring()
+    else:
+        bench.join_alone(RING_TWO)
+    again = bench.hear(join(chain=RING_TWO, number=11, is_ring=was_ring))
+    assert again == [Reply(link=ANN, message=Joined(request=request(11)))]
+    refused = refusal(bench.hear(join(chain=RING_TWO, number=12, is_ring=not was_ring)))
+    assert (refused.code, refused.message) == ("protocol", "another chain under the same epoch 1: raise the epoch")
+    assert bench.worker.num_clients == 1
+
+
+def test_the_first_worker_dials_its_next_one_and_nobody_else() -> None:
+    bench = Bench()
+    assert bench.hear(join(is_ring=True)) == [Dial(address=CHAIN_TWO[1][1])]
+
+
+def test_a_worker_in_the_middle_dials_its_next_one_and_nobody_else() -> None:
+    chain = (("x", "tcp://127.0.0.1:8"), (ME, "tcp://127.0.0.1:9"), ("y", "tcp://127.0.0.1:7"))
+    assert Bench(3, (1,)).hear(join(chain=chain, is_ring=True)) == [Dial(address="tcp://127.0.0.1:7")]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_worker_that_serves_all_stages_needs_no_link(num_stages: int) -> None:
+    Bench(num_stages, range(num_stages)).join_alone(CHAIN_TWO[:1] * num_stages, is_ring=True)
+
+
+def test_a_worker_at_both_ends_needs_the_one_between_and_that_one_needs_it() -> None:
+    ends, middle = (ME, "tcp://127.0.0.1:1"), ("other", "tcp://127.0.0.1:2")
+    assert Bench(3, (0, 2)).hear(join(chain=(ends, middle, ends), is_ring=True)) == [Dial(address="tcp://127.0.0.1:2")]
+    assert Bench(3, (1,)).hear(join(chain=(middle, ends, middle), is_ring=True)) == [Dial(address="tcp://127.0.0.1:2")]
+
+
+def test_two_workers_at_the_ends_of_four_stages_share_one_link_for_both_ways() -> None:
+    """The last worker serves stage 1 too, whose next one is the first worker as well."""
+    other, me = ("other", "tcp://127.0.0.1:1"), (ME, "tcp://127.0.0.1:2")
+    bench = Bench(4, (1, 3))
+    assert bench.hear(join(chain=(other, me, other, me), is_ring=True)) == [Dial(address="tcp://127.0.0.1:1")]
+    assert bench.worker.dialled("tcp://127.0.0.1:1", NEXT, bench.now_s) == [hello(1)]
+    welcome = make_identity("other", 4, 0, 2).welcome(request(1))
+    assert bench.hear(welcome, NEXT) == [Reply(link=ANN, message=Joined(request=request(10)))]
+    assert bench.hear(Leave(client=ClientId("ann"))) == [HangUp(link=NEXT)]
