@@ -137,7 +137,8 @@ def plan(now: Situation, costs: StepCosts) -> Plan | None:
         max_drafts=ROW_BUDGET - len(rows) if rows else 0,
         chunks=chunks,
         num_groups=max(1, num_groups),
-        max_ahead=0 if now.prefilling else max_ahead,  # a prompt under way soon brings a stream to decode along
+        # A prompt under way, sent or not, soon brings a stream to decode along.
+        max_ahead=0 if now.prefilling or now.prompts_sent else max_ahead,
     )
 
 
