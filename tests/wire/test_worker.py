@@ -22,6 +22,7 @@ from langchain_pshard.core.messages import (
     FETCH_CHUNK_BYTES,
     PROTOCOL_VERSION,
     ClientId,
+    Close,
     Epoch,
     Fetch,
     Fetched,
@@ -134,10 +135,11 @@ class Client:
             self._inbox += [event for event in self.hub.poll(0.1) if isinstance(event, Arrived)]
         raise AssertionError(f"no {kind.__name__} within {TIMEOUT_S} s; got {[arrived.message for arrived in self._inbox]}")
 
-    def join(self, *chain: Running, epoch: int = 1) -> None:
+    def join(self, *chain: Running, epoch: int = 1, is_ring: bool = False) -> None:
         hops = tuple(Hop(WorkerId(worker.id), worker.address) for worker in chain)
         for idx in range(len(self.links)):
-            self.send(Join(request=RequestId(epoch), client=self.id, epoch=Epoch(epoch), chain=hops), worker=idx)
+            join = Join(request=RequestId(epoch), client=self.id, epoch=Epoch(epoch), chain=hops, is_ring=is_ring)
+            self.send(join, worker=idx)
         for _ in self.links:
             self.receive(Joined, lambda joined: joined.request == epoch)
 
@@ -154,6 +156,10 @@ class Client:
             self.send(ask, worker=idx)
         for _ in self.links:
             self.receive(Opened, lambda opened: opened.request == 100 + stream)
+
+    def close_stream(self, stream: int, epoch: int = 1) -> None:
+        for idx in range(len(self.links)):
+            self.send(Close(client=self.id, epoch=Epoch(epoch), streams=(StreamId(stream),)), worker=idx)
 
     def step(self, one: Step) -> StepResult:
         self.send(MicroBatch(stage_idx=0, steps=(one,)))
