@@ -210,8 +210,10 @@ def _rows(now: Situation, num_groups: int) -> tuple[tuple[StreamId, ...], int]:
 
 def _may_send_chunks(now: Situation, costs: StepCosts, num_groups: int) -> bool:
     if now.num_decoding:
-        # One more than there are stages keeps them busy; behind more of them, decode rows would queue.
-        return now.num_in_flight <= max(costs.num_stages, num_groups)
+        # One more than there are stages keeps them busy; behind more of them, decode rows would queue. Those that went along with a group
+        # that was ahead are merged with it by the stages, and hold nobody up.
+        num_along = max(0, now.num_decode_in_flight - num_groups)
+        return now.num_in_flight - num_along <= max(costs.num_stages, num_groups)
     shortest = PromptLoad.of(0, MIN_CHUNK_TOKENS)
     price, _ = costs.prompt_prices(shortest)
     turn_ms = price.at(shortest)

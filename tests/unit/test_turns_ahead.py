@@ -272,6 +272,20 @@ def test_who_goes_along_is_back_first_and_then_all_go_together() -> None:
     assert granted(client.turn()) == [(1, 3), (2, 3)]
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_one_after_another_goes_along_and_no_prompt_has_to_wait_for_them(num_stages: int) -> None:
+    """Runs that go along with their group count as it does: a new prompt is held up no more than behind a single one."""
+    client = Client(num_stages=num_stages)
+    client.decoding(1)
+    assert granted(client.turn()) == [(1, 7)]
+    for number, expected in ((2, 6), (3, 5), (4, 4)):
+        client.add(number)
+        prompt = client.turn()
+        assert [(piece.stream, piece.kind) for piece in prompt.slices] == [(number, SliceKind.PREFILL)]
+        client.land(prompt.step_id)
+        assert granted(client.turn()) == [(number, expected)]  # less than any of those that are ahead
+
+
 # --- the books -------------------------------------------------------------------------------------------------------
 
 
@@ -362,13 +376,14 @@ def test_steps_links_and_times_are_counted(num_stages: int, num_hops: int) -> No
     stream = client.decoding(1)
     turn = client.turn()
     for offset in range(4):
-        stats = client.land(turn.step_id + offset, after_s=0.010)[1].stats
+        stats = client.land(turn.step_id + offset, after_s=0.002 if offset == 3 else 0.010)[1].stats
     assert stats.num_steps == 5
     assert stats.num_hops == num_hops
     assert stats.stage_compute_ms == (5.0,) * num_stages
-    # From one answer to the next, without what the stages took: the prompt's 5 ms and four times 10.
-    assert stats.way_ms == pytest.approx(45.0 - 5 * num_stages)
+    # From one answer to the next, without what the stages took: the prompt's 5 ms, three times 10, and 2.
+    assert stats.way_ms == pytest.approx(37.0 - 5 * num_stages)
     assert stats.hop_ms == pytest.approx(stats.way_ms / num_hops)
+    assert client.turns._costs.way_ms == pytest.approx(5.0 - num_stages)  # of the prompt: a step of the chain's own tells nothing of it
     assert stream.is_ready
 
 

@@ -245,6 +245,7 @@ def test_a_repeated_open_is_answered_again_unless_it_asks_for_something_else() -
     bench.open(1)
     assert bench.hear(ask_open(number=21)) == [Reply(link=ANN, message=Opened(request=request(21), cached=(0,)))]
     assert refusal(bench.hear(ask_open(num_tokens=33))).code == "protocol"
+    assert refusal(bench.hear(ask_open(end_tokens=[2]))).code == "protocol"
 
 
 @pytest.mark.parametrize(
