@@ -134,11 +134,12 @@ clients = st.sampled_from(CLIENTS)
 epochs = st.sampled_from([1, 1, 1, 2])
 streams = st.sampled_from([1, 1, 2, 2, 3])
 step_ids = st.integers(0, 4)
+NONE_AHEAD = st.just(0)
 
 
 def _joins(client: str, epoch: int) -> Message:
     chain = (Hop(WorkerId("me"), "tcp://127.0.0.1:1"),) * NUM_STAGES
-    return Join(request=RequestId(0), client=ClientId(client), epoch=Epoch(epoch), chain=chain)
+    return Join(request=RequestId(0), client=ClientId(client), epoch=Epoch(epoch), chain=chain, is_ring=True)
 
 
 def _opens(client: str, epoch: int, stream: int, num_tokens: int) -> Message:
@@ -152,28 +153,36 @@ def _opens(client: str, epoch: int, stream: int, num_tokens: int) -> Message:
     )
 
 
-def _sends(client: str, epoch: int, step_id: int, stream: int, start: int, tokens: list[int], num_sampled: int) -> Message:
+def _sends(client: str, epoch: int, step_id: int, stream: int, start: int, tokens: list[int], num_sampled: int, num_ahead: int) -> Message:
     # One slice a step: a step that fails takes all its slices along, which the plain model knows nothing of.
-    return MicroBatch(stage_idx=0, steps=(step(step_id, row(stream, start, tokens, num_sampled=num_sampled), client=client, epoch=epoch),))
+    return MicroBatch(
+        stage_idx=0,
+        steps=(step(step_id, row(stream, start, tokens, num_sampled=num_sampled, num_ahead=num_ahead), client=client, epoch=epoch),),
+    )
 
 
 tokens = st.lists(st.sampled_from([*range(1, 12), POISON]), min_size=1, max_size=5)
-messages = st.one_of(
-    # Three of four messages are steps of streams that are likely to be there.
-    *[st.builds(_sends, clients, epochs, step_ids, streams, st.integers(0, 6), tokens, st.integers(0, 2))] * 4,
-    *[st.builds(_sends, st.just("ann"), st.just(1), step_ids, st.just(1), st.integers(0, 4), tokens, st.just(1))] * 8,
-    st.builds(_opens, clients, epochs, streams, st.integers(4, 12)),
-    st.builds(_joins, clients, epochs),
-    st.builds(lambda c, e, s: Close(client=ClientId(c), epoch=Epoch(e), streams=(StreamId(s),)), clients, epochs, streams),
-    st.builds(lambda c: Leave(client=ClientId(c)), clients),
-)
+
+
+def messages(num_ahead: st.SearchStrategy[int]) -> st.SearchStrategy[Message]:
+    """Three of four are steps of streams that are likely to be there."""
+    return st.one_of(
+        *[st.builds(_sends, clients, epochs, step_ids, streams, st.integers(0, 6), tokens, st.integers(0, 2), num_ahead)] * 4,
+        *[st.builds(_sends, st.just("ann"), st.just(1), step_ids, st.just(1), st.integers(0, 4), tokens, st.just(1), num_ahead)] * 8,
+        st.builds(_opens, clients, epochs, streams, st.integers(4, 12)),
+        st.builds(_joins, clients, epochs),
+        st.builds(lambda c, e, s: Close(client=ClientId(c), epoch=Epoch(e), streams=(StreamId(s),)), clients, epochs, streams),
+        st.builds(lambda c: Leave(client=ClientId(c)), clients),
+    )
+
+
 warm_up = [_joins(client, 1) for client in CLIENTS] + [_opens(client, 1, stream, 12) for client in CLIENTS for stream in (1, 2)]
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> list[list[Message]]:
+def scripts(draw: st.DrawFn, num_ahead: st.SearchStrategy[int] = NONE_AHEAD) -> list[list[Message]]:
     """Groups of messages, some of them repeated at once or later, cut at random places."""
-    script = [*warm_up, *draw(st.lists(messages, max_size=30))]
+    script = [*warm_up, *draw(st.lists(messages(num_ahead), max_size=30))]
     for message in draw(st.lists(st.sampled_from(script), max_size=6)):
         script.insert(draw(st.integers(0, len(script))), message)
     cuts = sorted(draw(st.lists(st.integers(0, len(script)), max_size=6)))
@@ -215,12 +224,16 @@ def test_the_worker_gives_the_tokens_of_the_plain_reading(groups: list[list[Mess
     _check_books(worker, runners, sampler)
 
 
-@given(groups=scripts(), token_budget=st.sampled_from([1, 6, 1024]))
-@settings(max_examples=200, deadline=None)
+@given(groups=scripts(st.integers(-1, 5)), token_budget=st.sampled_from([1, 6, 1024]))
+@settings(max_examples=300, deadline=None)
 def test_no_order_of_messages_breaks_the_books(groups: list[list[Message]], token_budget: int) -> None:
     runners = {idx: FakeRunner(idx, is_last=idx == NUM_STAGES - 1, kv_capacity_tokens=30, poison=POISON) for idx in range(NUM_STAGES)}
     worker, sampler, sent = _serve(groups, runners, token_budget)
     _check_books(worker, runners, sampler)
+    # A worker takes no more steps than it was granted.
+    asked = [message for group in groups for message in group if isinstance(message, MicroBatch)]
+    granted = sum(1 + max(0, piece.num_ahead) for message in asked for one in message.steps for piece in one.slices)
+    assert sum(isinstance(message, StepResult) for _, message in sent) <= granted
     assert all(isinstance(message, StepResult | StepFailed) or link in LINKS.values() for link, message in sent)
 
 
