@@ -3,8 +3,8 @@
 Against one user of the same fleet, and against openvino_genai on the whole model: one user on one core, or as many users on both cores.
 All processes stay up through a run and take turns. Our client has no core to itself: it shares those of the workers.
 
-The ratios are of plain decoding. What many users get who leave the settings as they are, n-gram drafts included, is told beside; the text of
-a small base model repeats itself, so it flatters drafts.
+The ratios are of plain decoding. What many users get who leave the settings as they are, n-gram drafts included, is told beside; the text
+of a small base model repeats itself, so it flatters drafts.
 """
 
 from __future__ import annotations
