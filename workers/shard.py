@@ -203,14 +203,19 @@ def _choose_numerics(ov: ModuleType, activation_group_size: int, settings: Setti
 
 
 def _warm_up(runner: Runner, width: int | None) -> None:
-    """Run each kind of kernel once: a prefill, one row, several rows. `width` of a row of hidden states is None on a first stage."""
+    """Run each kind of kernel once: a prefill, one row, several rows, as many as a busy fleet has and each sampled, so that the engine's
+    own output is there before pages are looked at. `width` of a row of hidden states is None on a first stage."""
     key = StreamKey(ClientId("warm-up"), StreamId(0))
-    num_prefill, num_rows = 16, 4
+    num_prefill, num_rows = 16, 8
     runner.open(key, num_prefill + 1 + num_rows)
     try:
         start = 0
-        for count, kind in ((num_prefill, SliceKind.PREFILL), (1, SliceKind.ROWS), (num_rows, SliceKind.ROWS)):
-            piece = RunSlice(key=key, start=start, tokens=np.zeros(count, dtype=np.int32), kind=kind, num_sampled=1)
+        for count, kind, num_sampled in (
+            (num_prefill, SliceKind.PREFILL, 1),
+            (1, SliceKind.ROWS, 1),
+            (num_rows, SliceKind.ROWS, num_rows),
+        ):
+            piece = RunSlice(key=key, start=start, tokens=np.zeros(count, dtype=np.int32), kind=kind, num_sampled=num_sampled)
             runner.run([piece], None if width is None else _zeros(count, width, runner.numerics.boundary))
             start += count
     finally:

@@ -195,14 +195,14 @@ class Steps:
 
 
 def _asked_for(slices: Sequence[RunSlice], logits: Tensor) -> Tensor | None:
-    """The logits of the slices that ask for them, [positions, vocab]; None when they sample nothing."""
+    """A copy of the logits of the slices that ask for them, [positions, vocab]; None when they sample nothing."""
     parts: list[Tensor] = []
     begin = 0
     for piece in slices:
         if piece.returns_logits and piece.num_sampled:
             parts.append(logits[begin : begin + piece.num_sampled])
         begin += piece.num_sampled
-    return join_rows(parts) if parts else None
+    return join_rows(parts).copy() if parts else None
 
 
 def _passed(waiting: WaitingStep, started_s: float, ended_s: float) -> Step:

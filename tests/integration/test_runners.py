@@ -191,19 +191,18 @@ def test_rows_that_sample_nothing_write_their_kv(tiny_bundle: TinyBundle) -> Non
         assert np.array_equal(replayed, expected)
 
 
-def test_results_are_not_overwritten_by_later_steps(tiny_bundle: TinyBundle) -> None:
+def test_hidden_states_are_not_overwritten_by_later_steps(tiny_bundle: TinyBundle) -> None:
     with running_chain(tiny_bundle("llama", num_stages=2), settings()) as chain:
         chain.open(1, 50)
         first, last = chain.runners
         text = piece(1, 0, prompt(20), PREFILL)
         hidden = first.run([text], None)
-        logits = last.run([text], hidden)
-        kept_hidden, kept_logits = hidden.copy(), logits.copy()
+        kept = hidden.copy()
+        last.run([text], hidden)
         for step in range(3):
             row = piece(1, 20 + step, [30 + step], ROWS)
             last.run([row], first.run([row], None))
-        assert np.array_equal(hidden, kept_hidden)
-        assert np.array_equal(logits, kept_logits)
+        assert np.array_equal(hidden, kept)
 
 
 def test_hidden_states_are_read_wherever_a_frame_puts_them(tiny_bundle: TinyBundle) -> None:
@@ -213,7 +212,7 @@ def test_hidden_states_are_read_wherever_a_frame_puts_them(tiny_bundle: TinyBund
         text = piece(1, 0, prompt(20), PREFILL)
         hidden = first.run([text], None)
         assert hidden.dtype == np.float32
-        expected = last.run([text], hidden)
+        expected = last.run([text], hidden).copy()
         frame = b"x" + hidden.tobytes()  # odd address, read-only
         received = np.frombuffer(frame, dtype=np.uint8)[1:].view(hidden.dtype).reshape(hidden.shape)
         assert np.array_equal(last.run([text], received), expected)
@@ -230,7 +229,7 @@ def test_a_failed_inference_can_be_repeated(tiny_bundle: TinyBundle, runner: Run
         for broken in (row, piece(1, 20, [50], ROWS, num_sampled=0)):  # also where no logits could tell
             with pytest.raises(InferenceError, match="stage 1 failed to infer"):
                 last.run([broken], hidden[:, :32])
-        repeated = last.run([row], hidden)
+        repeated = last.run([row], hidden).copy()
         assert np.allclose(last.run([row], hidden), repeated, rtol=0, atol=1e-5)
         chain.open(2, 50)
         others = [piece(2, 0, text.tokens.tolist(), PREFILL), piece(2, 20, [50], ROWS)]

@@ -85,7 +85,7 @@ class RunnerChain:
             values = runner.run(slices, values)
         assert values is not None
         assert values.dtype == np.float32
-        return values
+        return values.copy()  # the engine's own memory
 
     def _choose(self, row: npt.NDArray[np.float32], position: int) -> int:
         return sample(row, self._sampling, position=position, history=History(prompt=(), generated=()))

@@ -28,6 +28,7 @@ from workers.runners.engine import (
     check_memory,
     gather_sampled_rows,
     infer,
+    infer_in_place,
     input_indices,
     share,
 )
@@ -105,12 +106,19 @@ class PagedRunner:
         if layout is None or not layout.move(slices, tables):
             layout, unset = _laid_out(slices, tables, layout)
             inputs += self._layout_ports(layout, unset)
-        num_rows = len(layout.sampled_rows) if self._stage.is_last else len(layout.tokens)
-        output, element_type = self._stage.empty_output(num_rows)
-        infer(self._request, inputs, Port(0, output[:, None], element_type), self._stage.stage_name)
+        output = self._infer(inputs, layout)
         self._layout, self._hidden = layout, memory
         for piece in slices:
             self._pool.wrote(piece.key, piece.start, piece.tokens, piece.kind)
+        return output
+
+    def _infer(self, inputs: Sequence[Port], layout: Layout) -> Tensor | Logits:
+        stage = self._stage
+        if stage.is_last:
+            num_rows = len(layout.sampled_rows)
+            return infer_in_place(self._request, inputs, num_rows, stage.stage_name).reshape(num_rows, stage.vocab_size)
+        output, element_type = stage.empty_output(len(layout.tokens))
+        infer(self._request, inputs, Port(0, output[:, None], element_type), stage.stage_name)
         return output
 
     def _copy_block(self, source: int, target: int) -> None:

@@ -90,8 +90,8 @@ class Runner(Protocol):
             hidden: [tokens, hidden] in the boundary type, slices in order; None on the first stage, which embeds the tokens.
 
         Returns:
-            [tokens, hidden] in the boundary type, or on the last stage the logits [sum of num_sampled, vocab] float32. The memory is
-            the caller's: the next `run` does not change it.
+            [tokens, hidden] in the boundary type, memory of the caller's; or on the last stage the logits [sum of num_sampled, vocab]
+            float32, which the next `run` may overwrite.
 
         Raises:
             InferenceError: the engine failed; the state of the slices' streams is undefined from their start on.
