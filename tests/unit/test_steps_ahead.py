@@ -27,8 +27,9 @@ from langchain_pshard.core.messages import (
     StreamId,
 )
 from langchain_pshard.core.numerics import DType
-from tests.support.fake_stages import HIDDEN, VOCAB, row, step
-from tests.support.worker_bench import ANN, BOB, ME, NEXT, RING_TWO, Bench, join, key
+from langchain_pshard.transport.hub import Link
+from tests.support.fake_stages import HIDDEN, VOCAB, make_identity, row, step
+from tests.support.worker_bench import ANN, BOB, ME, NEXT, RING_TWO, Bench, join, key, request
 from workers.instructions import CloseStream, Forward, Instruction, Reply
 from workers.stage import Stage, StageShape
 
@@ -257,6 +258,25 @@ def test_the_next_step_leaves_for_the_first_worker_before_the_client_hears_of_th
         stage_idx=0, steps=(step(6, row(1, 1, [10], num_ahead=1)), step(10, row(1, 1, [11]), client="bob")), hidden=None
     )
     assert replies == [Reply(link=ANN, message=result(5, said(1, 10))), Reply(link=BOB, message=result(9, said(1, 11)))]
+
+
+def test_steps_part_where_their_clients_have_other_first_workers() -> None:
+    bench = last_of_two()
+    third = Link(8)
+    bench.hear(join(chain=(("third", "tcp://127.0.0.1:3"), RING_TWO[1]), client="bob", is_ring=True), BOB)
+    bench.worker.dialled("tcp://127.0.0.1:3", third, bench.now_s)
+    bench.hear(make_identity("third", 2, 0).welcome(request(2)), third)
+    bench.open(1)
+    bench.open(1, client="bob", link=BOB)
+    slices = (row(1, 0, [3], num_ahead=1),)
+    bench.send(step(1, *slices), step(5, *slices, client="bob"), stage_idx=1, tensor=rows(2))
+    out = answer(bench, said(1, 10), said(1, 11))
+    for each, link, following in zip(
+        out[:2], (NEXT, third), (step(2, row(1, 1, [10])), step(6, row(1, 1, [11]), client="bob")), strict=True
+    ):
+        assert isinstance(each, Forward)
+        assert (each.link, each.message, each.hidden) == (link, MicroBatch(stage_idx=0, steps=(following,), hidden=None), None)
+    assert [reply.link for reply in out[2:] if isinstance(reply, Reply)] == [ANN, BOB]
 
 
 def test_nobody_goes_on_nothing_is_sent() -> None:

@@ -387,6 +387,28 @@ def test_steps_links_and_times_are_counted(num_stages: int, num_hops: int) -> No
     assert stream.is_ready
 
 
+def test_what_rows_cost_is_learned_from_those_that_were_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(3)
+    for number in (1, 2, 3):
+        client.add(number)
+    while not all(stream.is_ready for stream in client.streams.values()):
+        client.land(client.turn().step_id)
+    seen: list[int] = []
+    observe = client.turns._costs.observe
+
+    def watched(*, num_rows: int, **more: Any) -> float:
+        seen.append(num_rows)
+        return observe(num_rows=num_rows, **more)
+
+    monkeypatch.setattr(client.turns._costs, "observe", watched)
+    turn = client.turn()
+    client.end(3)  # whose row is in the step that is under way, and in none that follows
+    client.land(turn.step_id)
+    client.land(turn.step_id + 1, {2: EOS})
+    client.land(turn.step_id + 2)
+    assert seen == [3, 2, 1]
+
+
 def test_what_a_round_trip_takes_is_learned_from_the_clients_own_steps() -> None:
     costs = StepCosts(2)
     for is_round, round_trip_ms in ((True, 12.0), (False, 5.0), (True, 11.0), (False, 3.0)):
