@@ -3,7 +3,8 @@
 Pure: events in, instructions out, time as a parameter. Streams live in `stage`; `worker` frees them when a client is replaced here.
 
 Invariants:
-- a client has joined only when every next worker its chain needs has answered with the id the chain names;
+- a client has joined only when every next worker its chain needs has answered with the id the chain names. The way from the last worker
+  to the first is the exception: where there is none, the chain is no ring, and the client is told;
 - a link to a next worker exists exactly while some client's chain needs its address, and is shared by all of them.
 """
 
@@ -52,7 +53,9 @@ class Client:
     id: ClientId
     epoch: Epoch
     chain: tuple[Hop, ...]
-    is_ring: bool
+    asks_ring: bool
+    has_ring: bool
+    """Whether the last stage may hand steps to the first: the client asked for it, and nothing was found in the way."""
     link: Link
     seen_s: float
     join_request: RequestId
@@ -72,10 +75,17 @@ class Client:
 
     def next_hops(self, worker: WorkerId) -> dict[str, WorkerId]:
         """Address to id of the workers that `worker` hands this chain's steps to; itself left out."""
-        after = [self.chain[idx + 1] for idx in self.stages_on(worker) if idx + 1 < len(self.chain)]
-        if self.is_ring and self.chain[-1].worker == worker:
-            after.append(self.chain[0])
-        return {hop.address: hop.worker for hop in after if hop.worker != worker}
+        after = (self.chain[idx + 1] for idx in self.stages_on(worker) if idx + 1 < len(self.chain))
+        return {hop.address: hop.worker for hop in after if hop.worker != worker} | self._ring_hop(worker)
+
+    def _ring_hop(self, worker: WorkerId) -> dict[str, WorkerId]:
+        first, last = self.chain[0], self.chain[-1]
+        return {first.address: first.worker} if self.has_ring and last.worker == worker != first.worker else {}
+
+    def closes_ring_only(self, address: str, worker: WorkerId) -> bool:
+        """Whether `worker` needs the way to an address for nothing but to hand steps of the last stage to the first."""
+        first = self.chain[0]
+        return address in self._ring_hop(worker) and first not in (self.chain[idx + 1] for idx in self.stages_on(worker)[:-1])
 
 
 @dataclass(slots=True)
@@ -127,12 +137,13 @@ class Membership:
             return [Reply(link=link, message=refusal)]
         if known is not None and join.epoch == known.epoch:
             known.link, known.seen_s, known.join_request = link, now_s, join.request
-            return [Reply(link=link, message=Joined(request=join.request))] if known.has_joined else []
+            return self._joined(known)
         client = Client(
             id=join.client,
             epoch=join.epoch,
             chain=join.chain,
-            is_ring=join.is_ring,
+            asks_ring=join.is_ring,
+            has_ring=join.is_ring,
             link=link,
             seen_s=now_s,
             join_request=join.request,
@@ -149,9 +160,12 @@ class Membership:
                 out.append(Dial(address=address))
             elif peer.link is not None:
                 out.append(self._hello(peer, peer.link, now_s))
-        if client.has_joined:
-            out.append(Reply(link=link, message=Joined(request=join.request)))
-        return out
+        return out + self._joined(client)
+
+    def _joined(self, client: Client) -> list[Instruction]:
+        """Tell a client that it has joined, if it has."""
+        joined = Joined(request=client.join_request, is_ring=client.has_ring)
+        return [Reply(link=client.link, message=joined)] if client.has_joined else []
 
     def _refusal(self, known: Client | None, join: Join) -> Refused | None:
         def refused(code: str, message: str) -> Refused:
@@ -159,7 +173,7 @@ class Membership:
 
         if known is not None and join.epoch < known.epoch:
             return refused(StateLostError.code, f"epoch {join.epoch} is over, this client is at {known.epoch}: join with a higher one")
-        if known is not None and join.epoch == known.epoch and (join.chain, join.is_ring) != (known.chain, known.is_ring):
+        if known is not None and join.epoch == known.epoch and (join.chain, join.is_ring) != (known.chain, known.asks_ring):
             return refused(ProtocolError.code, f"another chain under the same epoch {join.epoch}: raise the epoch")
         if not 0 < len(join.client) <= MAX_CLIENT_ID_LENGTH:
             return refused(ProtocolError.code, f"client id of {len(join.client)} characters; valid: 1 to {MAX_CLIENT_ID_LENGTH}")
@@ -205,6 +219,9 @@ class Membership:
             expected = client.unconfirmed.get(address) if address else None
             if address is None or expected is None or welcome.request < client.first_hello:
                 continue
+            if expected != welcome.worker and client.closes_ring_only(address, self._worker):
+                out += self._open_ring(client, address)
+                continue
             if expected != welcome.worker:
                 text = (
                     f"{self._place(client)} expects worker {expected} at {address}, where worker {welcome.worker} answers:"
@@ -213,8 +230,7 @@ class Membership:
                 out += self._give_up(client, FleetMismatchError.code, text)
                 continue
             del client.unconfirmed[address]
-            if client.has_joined:
-                out.append(Reply(link=client.link, message=Joined(request=client.join_request)))
+            out += self._joined(client)
         return out
 
     def refused(self, link: Link, refused: Refused) -> list[Instruction]:
@@ -222,6 +238,9 @@ class Membership:
         address = self.address_of(link)
         out: list[Instruction] = []
         for client in [client for client in self._clients.values() if address in client.unconfirmed]:
+            if address is not None and client.closes_ring_only(address, self._worker):
+                out += self._open_ring(client, address)
+                continue
             text = f"{self._place(client)} was refused by the next worker at {address}: {refused.message}"
             out += self._give_up(client, FleetMismatchError.code, text)
         return out
@@ -263,6 +282,10 @@ class Membership:
         out: list[Instruction] = []
         for client in list(self._clients.values()):
             if not client.has_joined and now_s - client.joining_since_s >= JOIN_TIMEOUT_S:
+                if all(client.closes_ring_only(address, self._worker) for address in client.unconfirmed):
+                    [address] = client.unconfirmed
+                    out += self._open_ring(client, address)
+                    continue
                 silent = " and ".join(client.unconfirmed)
                 text = (
                     f"{self._place(client)} got no answer from the next worker at {silent} within {JOIN_TIMEOUT_S:g} s:"
@@ -275,6 +298,12 @@ class Membership:
             if peer.link is not None and now_s - peer.asked_s >= HELLO_INTERVAL_S:
                 out.append(self._hello(peer, peer.link, now_s))
         return out
+
+    def _open_ring(self, client: Client, address: str) -> list[Instruction]:
+        """The first worker cannot be reached, or is another, from here, where the chain ends: the client's steps go over the client."""
+        client.has_ring = False
+        del client.unconfirmed[address]
+        return self._hang_up_unneeded() + self._joined(client)
 
     def _give_up(self, client: Client, code: str, message: str) -> list[Instruction]:
         refused = Refused(request=client.join_request, code=code, message=message)

@@ -174,13 +174,14 @@ class Server:
     # --- run, send ---------------------------------------------------------------------------------------------------
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        unsent: list[Forward] = []
         for instruction in instructions:
             match instruction:
                 case Reply(link=link, message=message, tensor=tensor):
                     self._hub.send(link, message, tensor)
                 case Forward(link=link, message=message, hidden=hidden):
                     if not self._hub.send(link, message, hidden):
-                        self._carry_out(self._worker.not_sent(instruction))
+                        unsent.append(instruction)
                 case Run():
                     self._carry_out(self._run(instruction))
                 case RunDraft(run=run):
@@ -205,6 +206,8 @@ class Server:
                     self._hub.send(instruction.link, self._read_piece(instruction))
                 case ReplyStatus(link=link):
                     self._hub.send(link, self._status(instruction))
+        for forward in unsent:  # after the results that came with them: a step's tokens count also when the next one fails
+            self._carry_out(self._worker.not_sent(forward))
 
     def _run(self, run: Run) -> list[Instruction]:
         slices = run.slices

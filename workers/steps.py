@@ -72,8 +72,8 @@ class Steps:
             return all_dropped(step, StateLostError.code, text)
         if fault:
             return all_dropped(step, ProtocolError.code, f"malformed micro-batch: {fault}")
-        if not client.is_ring and any(piece.num_ahead for piece in step.slices):
-            return all_dropped(step, ProtocolError.code, "malformed micro-batch: steps ahead in a chain that was not joined as a ring")
+        if not client.has_ring and any(piece.num_ahead for piece in step.slices):
+            return all_dropped(step, ProtocolError.code, "malformed micro-batch: steps ahead in a chain that is no ring")
         return self._stages[stage_idx].enqueue(step, rows, now_s)
 
     def _tell(self, stage_idx: int, dropped: Dropped) -> list[Instruction]:

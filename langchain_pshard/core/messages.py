@@ -83,13 +83,15 @@ class Join(_Message, frozen=True, kw_only=True, tag="join"):
     epoch: Epoch
     chain: tuple[Hop, ...]
     is_ring: bool = False
-    """Whether the last stage hands steps back to the first (`Slice.num_ahead`), and so needs a way there."""
+    """Whether the last stage is to hand steps back to the first (`Slice.num_ahead`), for which it needs a way there."""
 
 
 class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
     """Worker -> client: the next workers of the chain have been reached; steps may come."""
 
     request: RequestId
+    is_ring: bool = False
+    """Whether steps ahead may be granted: asked for, and no worker is in the way. The last one is where it cannot reach the first."""
 
 
 class Leave(_Message, frozen=True, kw_only=True, tag="leave"):

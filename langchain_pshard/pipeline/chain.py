@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from langchain_pshard.core.bundle import Fingerprint, LayerSpan
 from langchain_pshard.core.errors import FleetMismatchError
@@ -46,6 +48,16 @@ class DraftRole:
         return self.offer.context_length
 
 
+class Route(NamedTuple):
+    """How far a step goes."""
+
+    num_stages: int
+    num_links: int
+    """From the client over the stages' workers and back."""
+    num_links_ahead: int
+    """Of a step that the chain takes by itself: from worker to worker, and from the last to the first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
     """The stages of one model in order. A worker may serve several, and one may serve the draft model, beside stages or alone."""
@@ -66,6 +78,12 @@ class Chain:
     @property
     def first(self) -> ChainStage:
         return self.stages[0]
+
+    @property
+    def route(self) -> Route:
+        workers = [stage.worker for stage in self.stages]
+        num_between = sum(one != other for one, other in itertools.pairwise(workers))
+        return Route(self.num_stages, 2 + num_between, num_between + (workers[0] != workers[-1]))
 
     def tightest(self, num_positions: int) -> ChainStage:
         """The stage that has the least room left beside a stream of `num_positions`; below none when it cannot hold it at all."""

@@ -54,6 +54,8 @@ class _Member:
     request: RequestId
     welcome: Welcome | None = None
     is_joined: bool = False
+    is_ring: bool = False
+    """Joined, and says that steps ahead may be granted."""
     is_away: bool = False
     """A worker without stages that went away, or has not come back."""
     is_told: bool = False
@@ -87,6 +89,7 @@ class Membership:
         self._fingerprint: Fingerprint | None = None
         self._without_stages: frozenset[str] = frozenset()  # of the chain joined last
         self._members: dict[str, _Member] = {}
+        self._is_told_of_ring = False
         self._deadline = now
         self._repeat_at = now
         self._liveness = Liveness((), now, timeout_s=options.liveness_timeout_s, interval_s=options.ping_interval_s)
@@ -95,6 +98,11 @@ class Membership:
     def is_steady(self) -> bool:
         """Whether steps may be sent."""
         return self.phase is Phase.READY and not self._liveness.is_doubtful
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether the chain may take steps by itself."""
+        return self.chain is not None and all(self._members[address].is_ring for address in self.chain.addresses)
 
     @property
     def draft(self) -> DraftRole | None:
@@ -128,9 +136,9 @@ class Membership:
         match message:
             case Welcome():
                 return self._on_welcome(address, member, message, now)
-            case Joined(request=request) if self.phase is Phase.JOINING and request == member.request:
-                member.is_joined = True
-                self._become_ready_if_joined(now)
+            case Joined(request=request, is_ring=is_ring) if self.phase is Phase.JOINING and request == member.request:
+                member.is_joined, member.is_ring = True, is_ring
+                return self._become_ready_if_joined(now)
             case Joined(request=request) if self.phase is Phase.READY and request == member.request and member.is_away:
                 member.is_away = member.is_told = False
                 member.is_joined = True
@@ -207,7 +215,7 @@ class Membership:
         self.chain = chain
         self.epoch = Epoch(self.epoch + 1)
         for address, member in self._members.items():
-            member.is_joined = False
+            member.is_joined = member.is_ring = False
             member.is_away = address in missing
             member.request = self._new_request()
         return self._ask(now)
@@ -219,10 +227,10 @@ class Membership:
                 f" ({self._fingerprint[:12]}): make a new client"
             )
 
-    def _become_ready_if_joined(self, now: float) -> None:
+    def _become_ready_if_joined(self, now: float) -> list[Instruction]:
         assert self.chain is not None
         if not all(member.is_joined or member.is_away for member in self._members.values()):
-            return
+            return []
         self.phase = Phase.READY
         self._without_stages = frozenset(self._members) - frozenset(self.chain.addresses)
         self._fingerprint = self.chain.fingerprint
@@ -232,6 +240,16 @@ class Membership:
             timeout_s=self._options.liveness_timeout_s,
             interval_s=self._options.ping_interval_s,
         )
+        if self.has_ring or not self._options.max_steps_ahead or self._is_told_of_ring:
+            return []
+        self._is_told_of_ring = True
+        first, last = self.chain.stages[0].address, self.chain.stages[-1].address
+        return [
+            Warn(
+                f"the worker at {last} cannot reach the one at {first}: tokens go from the last stage to the first over this client, which"
+                " takes longer. Let it, or connect without asking for it: ClientOptions(max_steps_ahead=0)"
+            )
+        ]
 
     def _ask(self, now: float) -> list[Instruction]:
         """Hello or Join to everybody who has not answered it yet; Hello to those that went away."""

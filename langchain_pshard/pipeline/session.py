@@ -89,11 +89,7 @@ class Session:
         )
         self._admission = Admission()
         self._streams: dict[StreamId, Stream] = {}
-        self._turns = Turns(
-            max_draft_tokens=options.max_draft_tokens,
-            max_chunk_tokens=options.max_chunk_tokens,
-            max_steps_ahead=options.max_steps_ahead,
-        )
+        self._turns = Turns(max_draft_tokens=options.max_draft_tokens, max_chunk_tokens=options.max_chunk_tokens)
         self._drafts = ModelDrafts(client, max_draft_tokens=options.max_draft_tokens, lost_after_s=options.step_timeout_s)
         self._turns_epoch = self._membership.epoch
         self._opens: dict[RequestId, StreamId] = {}
@@ -239,7 +235,7 @@ class Session:
         assert self.chain is not None
         if self._turns_epoch != self._membership.epoch:
             self._turns_epoch = self._membership.epoch
-            self._turns.reset(self.chain.num_stages)
+            self._turns.reset(self.chain.route, max_steps_ahead=self._options.max_steps_ahead if self._membership.has_ring else 0)
         out: list[Instruction] = []
         while self._streams and (turn := self._turns.next_turn(self._streams, now)) is not None:
             out += self._end(turn.failed)

@@ -18,6 +18,7 @@ from langchain_pshard.core.errors import PShardError
 from langchain_pshard.core.messages import Slice, SliceKind, StageTiming, StepId, StreamId
 from langchain_pshard.pipeline import adaptive_k, scheduler
 from langchain_pshard.pipeline.account import Trip
+from langchain_pshard.pipeline.chain import Route
 from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.step_costs import StepCosts
 from langchain_pshard.pipeline.stream import Stream
@@ -60,10 +61,11 @@ class Landing(msgspec.Struct, frozen=True):
 class Turns:
     """The flights of one chain and their costs. `reset` begins a new chain."""
 
-    def __init__(self, *, max_draft_tokens: int, max_chunk_tokens: int, max_steps_ahead: int) -> None:
+    def __init__(self, *, max_draft_tokens: int, max_chunk_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens
         self._max_chunk_tokens = max_chunk_tokens
-        self._max_steps_ahead = max_steps_ahead
+        self._max_steps_ahead = 0
+        self._route = Route(1, 2, 0)
         self._last_step = 0
         self._num_turns = 0
         self._flights: dict[StepId, Flight] = {}
@@ -72,10 +74,11 @@ class Turns:
         self._num_beside = 0
         self._num_groups = 1
 
-    def reset(self, num_stages: int) -> None:
-        """A new chain: what was under way is gone, and its costs are its own."""
+    def reset(self, route: Route, *, max_steps_ahead: int) -> None:
+        """A new chain, which may take so many steps by itself: what was under way is gone, and its costs are its own."""
         self._flights.clear()
-        self._costs = StepCosts(num_stages)
+        self._route, self._max_steps_ahead = route, max_steps_ahead
+        self._costs = StepCosts(route.num_stages)
         self._rows_per_stream = 1.0
 
     def clear(self) -> None:
@@ -133,9 +136,7 @@ class Turns:
                 num_ahead=flight.num_ahead - 1,
                 is_ahead=True,
             )
-        num_hops = self._costs.num_stages + 1
-        if flight.is_ahead:
-            num_hops = self._costs.num_stages if self._costs.num_stages > 1 else 0
+        num_hops = self._route.num_links_ahead if flight.is_ahead else self._route.num_links
         return Landing(tuple(flight.awaited), Trip(tuple(timings), way_ms, num_hops))
 
     def forget(self, stream_ids: Iterable[StreamId]) -> None:

@@ -83,9 +83,8 @@ class Bench:
     def join_alone(
         self, chain: Sequence[tuple[str, str]], client: str = "ann", link: Link = ANN, epoch: int = 1, *, is_ring: bool = False
     ) -> None:
-        assert self.hear(join(epoch, chain, client=client, is_ring=is_ring), link)[-1] == Reply(
-            link=link, message=Joined(request=request(10))
-        )
+        told = Reply(link=link, message=Joined(request=request(10), is_ring=is_ring))
+        assert self.hear(join(epoch, chain, client=client, is_ring=is_ring), link)[-1] == told
 
     def join_via_next(self, client: str = "ann", link: Link = ANN) -> None:
         out = self.hear(join(client=client), link)
@@ -95,7 +94,7 @@ class Bench:
     def join_ring(self, client: str = "ann", link: Link = ANN) -> None:
         """As the last worker of `RING_TWO`; the first one is at the end of `NEXT`."""
         out = self.hear(join(client=client, chain=RING_TWO, is_ring=True), link)
-        assert self.reached(out, 2, 0) == [Reply(link=link, message=Joined(request=request(10)))]
+        assert self.reached(out, 2, 0) == [Reply(link=link, message=Joined(request=request(10), is_ring=True))]
 
     def reached(self, out: list[Instruction], num_stages: int, stage_idx: int) -> list[Instruction]:
         """The next worker, `other`, is dialled (`out`) unless it was, and says who it is over `NEXT`; what follows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from langchain_pshard.core.errors import FleetMismatchError, ProtocolError, WorkerLostError, WorkerUnreachableError
@@ -98,7 +99,7 @@ def join(way: Membership, address: str, request: int) -> Send:
 def joined_by(instruction: Instruction) -> Joined:
     assert isinstance(instruction, Send)
     assert isinstance(instruction.message, Join)
-    return Joined(request=instruction.message.request)
+    return Joined(request=instruction.message.request, is_ring=True)
 
 
 def ready(way: Membership, now: float = 0.0) -> None:
@@ -111,6 +112,28 @@ def ready(way: Membership, now: float = 0.0) -> None:
     assert way.is_steady
 
 
+@pytest.mark.parametrize(("at_a", "at_b"), [(True, True), (True, False), (False, True)])
+def test_a_chain_is_a_ring_where_every_worker_says_so_and_what_is_missing_is_told_once(at_a: bool, at_b: bool) -> None:
+    way = membership()
+    texts: list[str] = []
+    for now in (0.0, 10.0):
+        way.connect(now)
+        way.on_message(A, welcome(0, worker="a"), now)
+        for instruction in way.on_message(B, welcome(1, worker="b"), now):
+            assert isinstance(instruction, Send)
+            answer = msgspec.structs.replace(joined_by(instruction), is_ring=at_a if instruction.address == A else at_b)
+            texts += [each.text for each in way.on_message(instruction.address, answer, now) if isinstance(each, Warn)]
+        assert way.is_steady
+        assert way.has_ring is (at_a and at_b)
+        way.drop(WorkerLostError("gone"))
+    if at_a and at_b:
+        assert texts == []
+        return
+    [text] = texts
+    assert f"the worker at {B} cannot reach the one at {A}" in text
+    assert "max_steps_ahead=0" in text
+
+
 def test_greeting_and_joining_repeat_until_answered() -> None:
     way = membership()
     assert way.connect(0.0) == [Dial(A), Dial(B), hello(A, 1), hello(B, 2)]
@@ -119,9 +142,9 @@ def test_greeting_and_joining_repeat_until_answered() -> None:
     assert way.tick(1.0) == [hello(A, 1)]
     assert way.on_message(A, welcome(0, worker="a"), 1.5) == [join(way, A, 3), join(way, B, 4)]
     assert way.phase is Phase.JOINING
-    assert way.on_message(A, Joined(request=RequestId(3)), 1.6) == []
+    assert way.on_message(A, Joined(request=RequestId(3), is_ring=True), 1.6) == []
     assert way.tick(2.5) == [join(way, B, 4)]
-    assert way.on_message(B, Joined(request=RequestId(4)), 2.6) == []
+    assert way.on_message(B, Joined(request=RequestId(4), is_ring=True), 2.6) == []
     assert way.phase is Phase.READY
     assert way.epoch == Epoch(1)
     assert way.tick(4.7) == [Send(A, Ping(request=RequestId(5), client=ME)), Send(B, Ping(request=RequestId(6), client=ME))]

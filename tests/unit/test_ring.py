@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from langchain_pshard.core.messages import PROTOCOL_VERSION, ClientId, Hello, Joined, Leave
-from tests.support.fake_stages import make_identity
+from langchain_pshard.core.messages import PROTOCOL_VERSION, ClientId, Hello, Joined, Leave, Refused, StepFailed
+from tests.support.fake_stages import HIDDEN, make_identity, row, step
 from tests.support.worker_bench import ANN, BOB, CHAIN_TWO, ME, NEXT, RING_TWO, Bench, join, refusal, request
 from workers.instructions import Dial, HangUp, Reply
 from workers.membership import JOIN_TIMEOUT_S, LEASE_S
@@ -17,6 +18,10 @@ def hello(number: int) -> Reply:
     return Reply(link=NEXT, message=Hello(request=request(number), protocol=PROTOCOL_VERSION, software="1.0"))
 
 
+def joined(number: int, *, is_ring: bool = True) -> Reply:
+    return Reply(link=ANN, message=Joined(request=request(number), is_ring=is_ring))
+
+
 def last_worker() -> Bench:
     return Bench(2, (1,))
 
@@ -25,34 +30,51 @@ def test_the_last_worker_has_joined_when_the_first_has_said_who_it_is() -> None:
     bench = last_worker()
     assert bench.hear(join(chain=RING_TWO, is_ring=True)) == [Dial(address=FIRST)]
     assert bench.worker.dialled(FIRST, NEXT, bench.now_s) == [hello(1)]
-    assert bench.hear(make_identity("other", 2, 0).welcome(request(1)), NEXT) == [Reply(link=ANN, message=Joined(request=request(10)))]
+    assert bench.hear(make_identity("other", 2, 0).welcome(request(1)), NEXT) == [joined(10)]
 
 
 def test_without_a_ring_the_last_worker_needs_nobody() -> None:
-    assert last_worker().hear(join(chain=RING_TWO)) == [Reply(link=ANN, message=Joined(request=request(10)))]
+    assert last_worker().hear(join(chain=RING_TWO)) == [joined(10, is_ring=False)]
 
 
-def test_a_first_worker_that_is_another_by_now_is_refused() -> None:
+def test_where_another_worker_answers_for_the_first_the_chain_is_no_ring() -> None:
     bench = last_worker()
     bench.hear(join(chain=RING_TWO, is_ring=True))
     bench.worker.dialled(FIRST, NEXT, bench.now_s)
-    told, *rest = bench.hear(make_identity("stranger", 2, 0).welcome(request(1)), NEXT)
-    refused = refusal([told])
-    assert refused.code == "fleet-mismatch"
-    for part in (RING_TWO[1][1], FIRST, "other", "stranger"):
-        assert part in refused.message
-    assert rest == [HangUp(link=NEXT)]
+    assert bench.hear(make_identity("stranger", 2, 0).welcome(request(1)), NEXT) == [HangUp(link=NEXT), joined(10, is_ring=False)]
+    assert bench.hear(join(chain=RING_TWO, number=11, is_ring=True)) == [joined(11, is_ring=False)]
 
 
-def test_a_first_worker_that_the_last_cannot_reach_is_told_with_both_addresses() -> None:
+def test_where_the_first_worker_speaks_another_protocol_the_chain_is_no_ring() -> None:
     bench = last_worker()
     bench.hear(join(chain=RING_TWO, is_ring=True))
     bench.worker.dialled(FIRST, NEXT, bench.now_s)
+    refused = Refused(request=request(1), code="protocol", message="upgrade")
+    assert bench.hear(refused, NEXT) == [HangUp(link=NEXT), joined(10, is_ring=False)]
+
+
+def test_where_the_first_worker_cannot_be_reached_the_chain_is_no_ring_and_steps_ahead_are_refused() -> None:
+    bench = last_worker()
+    bench.hear(join(chain=RING_TWO, is_ring=True))
+    bench.worker.dialled(FIRST, NEXT, bench.now_s)
+    assert bench.worker.time_passed(bench.now_s + JOIN_TIMEOUT_S) == [HangUp(link=NEXT), joined(10, is_ring=False)]
+    bench.open()
+    rows = np.zeros((1, HIDDEN), dtype=np.float32)
+    [told] = bench.send(step(1, row(1, 0, [5], num_ahead=1)), stage_idx=1, tensor=rows)
+    assert isinstance(told, Reply)
+    assert isinstance(told.message, StepFailed)
+    assert [failure.code for failure in told.message.failures] == ["protocol"]
+    assert bench.send(step(2, row(1, 0, [5])), stage_idx=1, tensor=rows) == []
+
+
+def test_a_next_worker_that_is_also_the_first_is_needed_all_the_same() -> None:
+    """The last worker hands stage 2 to the first one: without it there is no chain."""
+    other, me = ("other", "tcp://127.0.0.1:1"), (ME, "tcp://127.0.0.1:2")
+    bench = Bench(4, (1, 3))
+    bench.hear(join(chain=(other, me, other, me), is_ring=True))
+    bench.worker.dialled("tcp://127.0.0.1:1", NEXT, bench.now_s)
     told, *rest = bench.worker.time_passed(bench.now_s + JOIN_TIMEOUT_S)
-    refused = refusal([told])
-    assert refused.code == "worker-unreachable"
-    assert RING_TWO[1][1] in refused.message
-    assert FIRST in refused.message
+    assert refusal([told]).code == "worker-unreachable"
     assert rest == [HangUp(link=NEXT)]
 
 
@@ -73,7 +95,7 @@ def test_the_link_is_hung_up_when_no_client_needs_the_ring(leaves: bool) -> None
 def test_a_new_epoch_without_a_ring_hangs_up() -> None:
     bench = last_worker()
     bench.join_ring()
-    assert bench.hear(join(2, RING_TWO, number=11)) == [HangUp(link=NEXT), Reply(link=ANN, message=Joined(request=request(11)))]
+    assert bench.hear(join(2, RING_TWO, number=11)) == [HangUp(link=NEXT), joined(11, is_ring=False)]
 
 
 @pytest.mark.parametrize("was_ring", [True, False])
@@ -84,7 +106,7 @@ def test_an_equal_epoch_is_answered_again_and_refused_when_it_says_otherwise_of_
     else:
         bench.join_alone(RING_TWO)
     again = bench.hear(join(chain=RING_TWO, number=11, is_ring=was_ring))
-    assert again == [Reply(link=ANN, message=Joined(request=request(11)))]
+    assert again == [joined(11, is_ring=was_ring)]
     refused = refusal(bench.hear(join(chain=RING_TWO, number=12, is_ring=not was_ring)))
     assert (refused.code, refused.message) == ("protocol", "another chain under the same epoch 1: raise the epoch")
     assert bench.worker.num_clients == 1
@@ -118,5 +140,5 @@ def test_two_workers_at_the_ends_of_four_stages_share_one_link_for_both_ways() -
     assert bench.hear(join(chain=(other, me, other, me), is_ring=True)) == [Dial(address="tcp://127.0.0.1:1")]
     assert bench.worker.dialled("tcp://127.0.0.1:1", NEXT, bench.now_s) == [hello(1)]
     welcome = make_identity("other", 4, 0, 2).welcome(request(1))
-    assert bench.hear(welcome, NEXT) == [Reply(link=ANN, message=Joined(request=request(10)))]
+    assert bench.hear(welcome, NEXT) == [joined(10)]
     assert bench.hear(Leave(client=ClientId("ann"))) == [HangUp(link=NEXT)]

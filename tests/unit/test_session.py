@@ -125,7 +125,7 @@ class Fleet:
                 self.epoch, self.knows_client, self.is_ring = epoch, True, is_ring
                 self.held.clear()
                 self.reserved.clear()
-                self.reply(address, Joined(request=request))
+                self.reply(address, Joined(request=request, is_ring=is_ring))
             case Open():
                 self.reply(address, self._open(address, message))
             case Close(streams=streams):

@@ -53,9 +53,9 @@ class DraftFleet(Fleet):
         match message:
             case Hello():
                 self.reply(C, drafting(worker=f"d{self.num_restarts}"))
-            case Join(request=request):
+            case Join(request=request, is_ring=is_ring):
                 self.guessing.clear()
-                self.reply(C, Joined(request=request))
+                self.reply(C, Joined(request=request, is_ring=is_ring))
             case Ping(request=request):
                 self.reply(C, Pong(request=request))
             case Draft(asks=asks):

@@ -12,6 +12,7 @@ from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.grammar import Grammar, GrammarKind
 from langchain_pshard.core.messages import MAX_STEPS_AHEAD, Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
 from langchain_pshard.core.sampling import SamplingParams
+from langchain_pshard.pipeline.chain import Route
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.scheduler import Prefilling, Situation, plan
@@ -21,6 +22,12 @@ from langchain_pshard.pipeline.turns import Turn, Turns
 from tests.unit.test_scheduler import COMPUTE_BOUND, MEMORY_BOUND, ids
 from tests.unit.test_stream import EOS, VOCAB
 
+
+def route(num_stages: int) -> Route:
+    """One worker for each stage."""
+    return Route(num_stages, num_stages + 1, num_stages if num_stages > 1 else 0)
+
+
 TIMINGS = (StageTiming(0, 1000), StageTiming(0, 1000))
 
 
@@ -28,8 +35,8 @@ class Client:
     """Turns and streams; `land` answers a step as a chain would."""
 
     def __init__(self, max_steps_ahead: int = 7, *, num_stages: int = 2) -> None:
-        self.turns = Turns(max_draft_tokens=8, max_chunk_tokens=256, max_steps_ahead=max_steps_ahead)
-        self.turns.reset(num_stages)
+        self.turns = Turns(max_draft_tokens=8, max_chunk_tokens=256)
+        self.turns.reset(route(num_stages), max_steps_ahead=max_steps_ahead)
         self.streams: dict[StreamId, Stream] = {}
         self.now = 0.0
         self.num_stages = num_stages
@@ -363,7 +370,7 @@ def test_a_new_chain_begins_with_nothing_under_way_and_other_ids() -> None:
     client = Client()
     client.decoding(1)
     turn = client.turn()
-    client.turns.reset(2)
+    client.turns.reset(route(2), max_steps_ahead=7)
     client.streams.clear()
     assert client.in_flight == []
     client.add(2)
