@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from langchain_pshard.core.errors import DeadlineError, WorkerLostError
-from langchain_pshard.core.messages import Message, MicroBatch, Pong, StepResult
+from langchain_pshard.core.messages import Hello, Message, MicroBatch, Pong, StepResult
 from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams
 from langchain_pshard.pipeline.options import ClientOptions
@@ -93,4 +93,32 @@ def test_hung_worker_is_lost_after_the_liveness_timeout_and_its_late_answers_cou
         later = client.generate(PROMPT, params(20))
         network.release()
         assert [token for chunk in later for token in chunk.token_ids] == plain_tokens(PROMPT, 2, 20, ignore_eos=True)
+    memory_fleet.wait_until_free()
+
+
+def test_a_first_worker_that_the_last_cannot_reach_costs_speed_and_a_warning(
+    memory_fleet: FakeFleet, network: MemoryNetwork, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = memory_fleet.addresses[0]
+    num_hellos = 0
+    granted: list[int] = []
+
+    def rule(address: str, message: Message) -> Fate:
+        nonlocal num_hellos
+        if isinstance(message, Hello) and address == first:
+            num_hellos += 1
+            return Fate.DELIVER if num_hellos == 1 else Fate.DROP  # the client's comes before anybody joins
+        if isinstance(message, MicroBatch):
+            granted.extend(piece.num_ahead for step in message.steps for piece in step.slices)
+        return Fate.DELIVER
+
+    network.rule = rule
+    options = ClientOptions(cache_dir=tmp_path / "cache")
+    with PipelineClient.connect(memory_fleet.addresses, options=options, hub_factory=network.hub, connect_timeout_s=20) as client:
+        assert list(client.complete(PROMPT, replace(params(20), draft=None)).token_ids) == plain_tokens(PROMPT, 2, 20, ignore_eos=True)
+    assert granted
+    assert set(granted) == {0}
+    warnings = [record.getMessage() for record in caplog.records if "max_steps_ahead=0" in record.getMessage()]
+    assert len(warnings) == 1
+    assert f"the worker at {memory_fleet.addresses[1]} cannot reach the one at {first}" in warnings[0]
     memory_fleet.wait_until_free()
