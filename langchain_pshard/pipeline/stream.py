@@ -35,8 +35,6 @@ class Delivery(NamedTuple):
     logits: Tensor | None = None  # [positions of a chunk, vocab], for who asked
 
 
-STEPS_BEFORE_AHEAD = 8
-"""Turns without drafts for which a stream that drafts lets the chain take one step by itself."""
 MAX_SHARED_TOKENS = 128 << 10
 """Of 4 bytes each: half of what a message's header may have."""
 
@@ -214,18 +212,17 @@ class Stream:
         self._guess = draft(request.drafting, untold, max_tokens=limit, vocab_size=request.vocab_size)
         return Offer(self._acceptance.gains(len(self._guess)), request.num_drafts)
 
-    @property
-    def max_ahead(self) -> int:
+    def max_ahead(self, patience: float) -> int:
         """How many steps the chain may take by itself behind the next one.
 
         Drafts ride with the client's steps only, so a stream that drafts lets the chain go on alone the longer, the longer no draft was
-        worth a row. What a grammar forces rides as a draft.
+        worth a row: one step for each `patience` turns of that. What a grammar forces rides as a draft.
         """
         request = self.request
         if request.grammar is not None or request.drafts_by_model:
             return 0
         num_left = request.max_tokens - len(self.tokens) - 1
-        return num_left if request.drafting is None else min(num_left, self._num_undrafted // STEPS_BEFORE_AHEAD)
+        return num_left if request.drafting is None else min(num_left, int(self._num_undrafted / patience))
 
     def next_rows(self, num_drafts: int, step: StepId, now: float, *, num_ahead: int = 0) -> Slice:
         """The last token, with the first `num_drafts` tokens of the guess, or with `num_ahead` steps more of the chain's own."""

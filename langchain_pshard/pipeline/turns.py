@@ -10,12 +10,13 @@ Invariant: a flight ends when each of its slices was answered, failed, or belong
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from langchain_pshard.core.errors import PShardError
-from langchain_pshard.core.messages import Slice, SliceKind, StageTiming, StepId, StreamId
+from langchain_pshard.core.messages import Slice, StageTiming, StepId, StreamId
 from langchain_pshard.pipeline import adaptive_k, scheduler
 from langchain_pshard.pipeline.account import Trip
 from langchain_pshard.pipeline.chain import Route
@@ -24,6 +25,8 @@ from langchain_pshard.pipeline.step_costs import StepCosts
 from langchain_pshard.pipeline.stream import Stream
 
 _ROWS_FORGET = 0.9
+MISSED_TOKENS = 1.5
+"""What a step costs a stream in which a draft would have ridden, had the client been asked."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -39,16 +42,26 @@ class Flight(msgspec.Struct):
     """A micro-batch on its way."""
 
     sent_at: float
-    num_rows: int
-    prompt: PromptLoad
     awaited: set[StreamId]
     """Streams whose slices have not been answered."""
     rows: set[StreamId]
     """Those of them that decode."""
+    num_sent: int = 0
+    """Rows that were sent, drafts included; none of a step that the chain takes by itself."""
+    prompt: PromptLoad = PromptLoad()
     num_ahead: int = 0
     """Steps that the chain goes on by itself behind this one."""
     is_ahead: bool = False
     """The chain took this one by itself."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are computed. The chain goes on with those streams that did not end with the step before."""
+        return len(self.rows) if self.is_ahead else self.num_sent
+
+    def next_ahead(self, now: float) -> Flight:
+        """The step that the chain takes behind this one, which has come back."""
+        return Flight(now, self.rows.copy(), self.rows.copy(), num_ahead=self.num_ahead - 1, is_ahead=True)
 
 
 class Landing(msgspec.Struct, frozen=True):
@@ -92,22 +105,21 @@ class Turns:
             return None
         step_id = StepId(self._last_step + 1)
         self._num_turns += 1
-        slices, failed = self._rows(plan, streams, step_id, now)
-        num_ahead = slices[0].num_ahead if slices else 0
+        rows, failed = self._rows(plan, streams, step_id, now)
+        num_ahead = rows[0].num_ahead if rows else 0
         self._last_step = step_id + num_ahead
-        num_rows = sum(piece.num_tokens for piece in slices)
         chunks = [streams[chunk.stream].next_chunk(chunk.num_tokens, step_id, now) for chunk in plan.chunks]
-        slices += chunks
+        slices = (*rows, *chunks)
         if slices:
             self._flights[step_id] = Flight(
-                sent_at=now,
-                num_rows=num_rows,
+                now,
+                {piece.stream for piece in slices},
+                {piece.stream for piece in rows},
+                num_sent=sum([piece.num_tokens for piece in rows]),
                 prompt=sum([PromptLoad.of(piece.start, piece.num_tokens) for piece in chunks], start=PromptLoad()),
-                awaited={piece.stream for piece in slices},
-                rows={piece.stream for piece in slices if piece.kind is SliceKind.ROWS},
                 num_ahead=num_ahead,
             )
-        return Turn(step_id, tuple(slices), tuple(failed))
+        return Turn(step_id, slices, tuple(failed))
 
     def step_ms(self, num_rows: int) -> float:
         """What a step takes in which a stream has so many rows, beside the streams of late."""
@@ -120,22 +132,14 @@ class Turns:
             return None
         round_trip_ms = 1e3 * (now - flight.sent_at)
         way_ms = self._costs.observe(
-            num_rows=len(flight.rows) if flight.is_ahead else flight.num_rows,
+            num_rows=flight.num_rows,
             prompt=flight.prompt,
             timings=timings,
             round_trip_ms=round_trip_ms,
             is_round=not flight.is_ahead,
         )
         if flight.num_ahead:
-            self._flights[StepId(step_id + 1)] = Flight(
-                sent_at=now,
-                num_rows=len(flight.rows),
-                prompt=PromptLoad(),
-                awaited=flight.rows.copy(),
-                rows=flight.rows,
-                num_ahead=flight.num_ahead - 1,
-                is_ahead=True,
-            )
+            self._flights[StepId(step_id + 1)] = flight.next_ahead(now)
         num_hops = self._route.num_links_ahead if flight.is_ahead else self._route.num_links
         return Landing(tuple(flight.awaited), Trip(tuple(timings), way_ms, num_hops))
 
@@ -201,13 +205,23 @@ class Turns:
             else:
                 drafting.append(stream)
         num_drafts = adaptive_k.choose(offers, max_drafts=plan.max_drafts, step_ms=lambda rows: self._costs.cycle_ms(rows, plan.num_groups))
-        num_ahead = 0 if any(num_drafts) else min([plan.max_ahead, *[stream.max_ahead for stream in drafting]])
+        num_ahead = 0
+        if plan.max_ahead and not any(num_drafts):
+            patience = self._patience(plan)
+            num_ahead = min([plan.max_ahead, *[stream.max_ahead(patience) for stream in drafting]])
         slices = [stream.next_rows(count, step_id, now, num_ahead=num_ahead) for stream, count in zip(drafting, num_drafts, strict=True)]
         if drafting:
             self._num_beside, self._num_groups = len(drafting) - 1, plan.num_groups
             rows_per_stream = 1.0 + sum(num_drafts) / len(drafting)
             self._rows_per_stream = _ROWS_FORGET * self._rows_per_stream + (1 - _ROWS_FORGET) * rows_per_stream
         return slices, failed
+
+    def _patience(self, plan: scheduler.Plan) -> float:
+        """How many turns without drafts a stream has to have seen for each step ahead, so that what a step spares outweighs the drafts that
+        it may miss: one in so many turns would have had one."""
+        spared_ms = self._costs.way_ms * (1 - self._route.num_links_ahead / self._route.num_links)
+        cycle_ms = self._costs.cycle_ms(len(plan.rows), plan.num_groups)
+        return MISSED_TOKENS * cycle_ms / spared_ms if spared_ms > 0 else math.inf
 
 
 def _last_step(stream: Stream) -> StepId:

@@ -17,7 +17,7 @@ from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.prompt_costs import PromptLoad
 from langchain_pshard.pipeline.scheduler import Prefilling, Situation, plan
 from langchain_pshard.pipeline.step_costs import StepCosts
-from langchain_pshard.pipeline.stream import STEPS_BEFORE_AHEAD, Delivery, Stream, StreamRequest
+from langchain_pshard.pipeline.stream import Delivery, Stream, StreamRequest
 from langchain_pshard.pipeline.turns import Turn, Turns
 from tests.unit.test_scheduler import COMPUTE_BOUND, MEMORY_BOUND, ids
 from tests.unit.test_stream import EOS, VOCAB
@@ -49,12 +49,12 @@ class Client:
         stream = self.streams[StreamId(number)] = Stream(StreamId(number), request, self.now)
         return stream
 
-    def decoding(self, number: int, max_tokens: int = 100, **more: Any) -> Stream:
+    def decoding(self, number: int, max_tokens: int = 100, *, after_s: float = 0.005, **more: Any) -> Stream:
         """A stream whose first token is there."""
         stream = self.add(number, max_tokens, **more)
         turn = self.turn()
         assert [piece.stream for piece in turn.slices] == [number]
-        self.land(turn.step_id)
+        self.land(turn.step_id, after_s=after_s)
         return stream
 
     def turn(self) -> Turn:
@@ -198,17 +198,45 @@ class Silent:
         return self.guess[:max_tokens]
 
 
-def test_a_stream_that_drafts_goes_ahead_the_longer_it_has_not() -> None:
-    client, drafter = Client(), Silent()
-    stream = client.decoding(1, 1000, drafting=drafter, num_drafts=1)
-    found = []
-    for _ in range(9 * STEPS_BEFORE_AHEAD):
+def ahead_by_turn(client: Client, num_turns: int, after_s: float) -> list[int]:
+    """Steps ahead of a lone stream, turn by turn, when every answer takes so long."""
+    found: list[int] = []
+    for _ in range(num_turns):
         turn = client.turn()
-        found += [ahead for _, ahead in granted(turn)]
-        for step_id in range(turn.step_id, turn.step_id + found[-1] + 1):
-            client.land(step_id)
-    # A turn counts once, however many steps it went ahead.
-    assert found == [min(turns // STEPS_BEFORE_AHEAD, 7) for turns in range(9 * STEPS_BEFORE_AHEAD)]
+        [(_, num_ahead)] = granted(turn)
+        found.append(num_ahead)
+        for step_id in range(turn.step_id, turn.step_id + num_ahead + 1):
+            client.land(step_id, after_s=after_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    # Two stages of 1.3 ms, of the way between machines a third is spared. A turn in which a draft would have ridden is worth 1.5 tokens.
+    ("after_s", "patience"),
+    [(0.052, 1.5 * 52.6 / (50 / 3)), (0.005, 1.5 * 5.6 / 1.0), (0.0023, 1.5 * 2.9 / 0.1)],
+)
+def test_a_stream_that_drafts_goes_ahead_the_longer_it_has_not_and_the_sooner_the_farther_the_client(
+    after_s: float, patience: float
+) -> None:
+    client = Client()
+    client.decoding(1, 10_000, drafting=Silent(), num_drafts=1, after_s=after_s)
+    found = ahead_by_turn(client, round(8.5 * patience), after_s)
+    assert found == sorted(found)
+    assert set(found) == set(range(8))
+    assert found.index(1) == pytest.approx(patience, rel=0.2, abs=1)
+    assert found.index(7) == pytest.approx(7 * patience, rel=0.2, abs=1)
+
+
+def test_where_the_client_costs_no_way_a_stream_that_drafts_does_not_go_ahead() -> None:
+    client = Client()
+    client.decoding(1, 1000, drafting=Silent(), num_drafts=1, after_s=0.002)
+    assert set(ahead_by_turn(client, 100, 0.002)) == {0}
+
+
+def test_a_draft_that_rides_ends_going_ahead() -> None:
+    client, drafter = Client(), Silent()
+    stream = client.decoding(1, 1000, drafting=drafter, num_drafts=1, after_s=0.05)
+    assert ahead_by_turn(client, 60, 0.05)[-1] == 7
     drafter.guess = (6,)
     turn = client.turn()
     assert [(piece.num_sampled, piece.num_ahead) for piece in turn.slices] == [(2, 0)]
