@@ -19,6 +19,7 @@ from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.transport.hub import Hub
+from langchain_pshard.transport.memory import MemoryNetwork
 from langchain_pshard.transport.zeromq import ZmqHub
 from tests.support.fake_stages import VOCAB, FakeRunner, FakeSampler, expected_token, make_identity
 from workers.runners.runner import Logits, RunSlice
@@ -159,3 +160,9 @@ def params(max_tokens: int | None = 16, **more: object) -> GenerationParams:
 def connect(fleet: FakeFleet, folder: Path, *, connect_timeout_s: float = 10.0, **options: object) -> PipelineClient:
     chosen = ClientOptions(cache_dir=folder / "cache", **options)  # type: ignore[arg-type]
     return PipelineClient.connect(fleet.addresses, connect_timeout_s=connect_timeout_s, options=chosen)
+
+
+def connect_memory(fleet: FakeFleet, network: MemoryNetwork, folder: Path, **options: object) -> PipelineClient:
+    """To a fleet on an in-memory network."""
+    chosen = ClientOptions(cache_dir=folder / "cache", **options)  # type: ignore[arg-type]
+    return PipelineClient.connect(fleet.addresses, options=chosen, hub_factory=network.hub, connect_timeout_s=5)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from langchain_pshard.pipeline.client import PipelineClient
+from langchain_pshard.transport.memory import MemoryNetwork
 from tests.support.fake_fleet import FakeFleet, connect
 
 
@@ -21,3 +22,16 @@ def fleet(tmp_path: Path) -> Iterator[FakeFleet]:
 def client(fleet: FakeFleet, tmp_path: Path) -> Iterator[PipelineClient]:
     with connect(fleet, tmp_path) as client:
         yield client
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    """A network that loses, doubles and holds what its rule says."""
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def memory_fleet(tmp_path: Path, network: MemoryNetwork) -> Iterator[FakeFleet]:
+    """Two workers on it."""
+    with FakeFleet(tmp_path, hub=network.hub) as fleet:
+        yield fleet

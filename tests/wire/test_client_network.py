@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,29 +13,13 @@ from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import GenerationParams
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.transport.memory import Fate, MemoryNetwork
-from tests.support.fake_fleet import FakeFleet, plain_tokens
+from tests.support.fake_fleet import FakeFleet, connect_memory, plain_tokens
 
 PROMPT = [5, 6, 7]
 
 
 def params(max_tokens: int) -> GenerationParams:
     return GenerationParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-@pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork()
-
-
-@pytest.fixture
-def memory_fleet(tmp_path: Path, network: MemoryNetwork) -> Iterator[FakeFleet]:
-    with FakeFleet(tmp_path, hub=network.hub) as fleet:
-        yield fleet
-
-
-def connect_memory(fleet: FakeFleet, network: MemoryNetwork, folder: Path, **options: object) -> PipelineClient:
-    chosen = ClientOptions(cache_dir=folder / "cache", **options)  # type: ignore[arg-type]
-    return PipelineClient.connect(fleet.addresses, options=chosen, hub_factory=network.hub, connect_timeout_s=5)
 
 
 @pytest.mark.parametrize("max_steps_ahead", [0, 7, 64])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +13,9 @@ import pytest
 
 from langchain_pshard.core.errors import DeadlineError, WorkerLostError
 from langchain_pshard.core.messages import Message, MicroBatch, SliceKind, StepFailed, StepResult
-from langchain_pshard.pipeline.client import PipelineClient
 from langchain_pshard.pipeline.generation import FinishReason, GenerationParams
-from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.transport.memory import Fate, MemoryNetwork
-from tests.support.fake_fleet import EOS, PROMPT, FakeFleet, connect, params, plain_tokens
+from tests.support.fake_fleet import EOS, PROMPT, FakeFleet, connect, connect_memory, params, plain_tokens
 from tests.support.fake_stages import row, step, tokens_of
 from tests.wire.test_worker import client_of, plain, running
 
@@ -189,22 +186,6 @@ def test_a_stream_closed_in_the_middle_fails_at_most_once_and_the_other_goes_on(
 
 
 # --- over a network that loses and holds -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork()
-
-
-@pytest.fixture
-def memory_fleet(tmp_path: Path, network: MemoryNetwork) -> Iterator[FakeFleet]:
-    with FakeFleet(tmp_path, hub=network.hub) as fleet:
-        yield fleet
-
-
-def connect_memory(fleet: FakeFleet, network: MemoryNetwork, folder: Path, **options: object) -> PipelineClient:
-    chosen = ClientOptions(cache_dir=folder / "cache", **options)  # type: ignore[arg-type]
-    return PipelineClient.connect(fleet.addresses, options=chosen, hub_factory=network.hub, connect_timeout_s=5)
 
 
 def is_step_ahead(message: Message) -> bool:
