@@ -30,7 +30,7 @@ def main() -> int:
 
 def _chat(model: ChatPShard, history: list[BaseMessage]) -> None:
     print("connecting ...", end="", flush=True)  # which starts the workers of a bundle: some ten seconds
-    model.get_num_tokens("")
+    model.invoke([HumanMessage("Hi")], max_tokens=1)
     print("\rready; an empty line ends the chat")
     while text := _ask():
         history.append(HumanMessage(text))

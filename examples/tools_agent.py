@@ -30,6 +30,8 @@ def count_letters(word: str) -> int:
 
 
 TOOLS = {one.name: one for one in (multiply, count_letters)}
+for one in TOOLS.values():
+    one.handle_validation_error = True  # a weak model reads what was wrong with its call, and may try again
 
 
 def conversation(model: ChatPShard, question: str) -> list[BaseMessage]:

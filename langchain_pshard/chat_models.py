@@ -28,6 +28,7 @@ from langchain_pshard.core.bundle import Manifest, load_manifest
 from langchain_pshard.core.errors import BundleError, InvalidOptionError
 from langchain_pshard.core.version import software_version
 from langchain_pshard.failures import langchain_errors
+from langchain_pshard.pipeline.options import DEFAULT_STEPS_AHEAD, ClientOptions
 from langchain_pshard.profile import profile_of
 from langchain_pshard.prompt import Prompter
 from langchain_pshard.reply import PROVIDER
@@ -81,6 +82,8 @@ class ChatPShard(CallOptions, BaseChatModel):
     """Type of that state; None is that of `numerics`. "u8" takes half of "f16" and is not exact with drafts."""
     threads: int | None = None
     """Threads of each local worker; None shares the cores among them."""
+    max_steps_ahead: int = DEFAULT_STEPS_AHEAD
+    """Most tokens that the workers generate by themselves behind one that was asked for; 0 where the last one cannot reach the first."""
     streaming: bool = False
     """Generate through the streaming path in `invoke` too."""
 
@@ -100,6 +103,7 @@ class ChatPShard(CallOptions, BaseChatModel):
                     f"{', '.join(changed)} is for workers started with bundle=...; running workers have theirs already"
                 )
         self.generation_params()
+        ClientOptions(max_steps_ahead=self.max_steps_ahead)  # checks the value
         self._add_version("langchain-pshard", _VERSION)
         self._share.hold(self._fleet_settings)
         return self
@@ -133,6 +137,7 @@ class ChatPShard(CallOptions, BaseChatModel):
             kv_precision=self.kv_precision,
             num_threads=self.threads,
             drafts=self.bundle is not None and self.draft == "model",
+            max_steps_ahead=self.max_steps_ahead,
         )
 
     def _connect(self) -> Connection:

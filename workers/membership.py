@@ -41,6 +41,8 @@ from workers.instructions import Dial, HangUp, Instruction, Reply
 
 LEASE_S = 30.0
 JOIN_TIMEOUT_S = 5.0
+RING_TIMEOUT_S = 3.0
+"""The same of a first worker that the last one reaches only to hand it steps: longer than an inference, but it is not worth more."""
 HELLO_INTERVAL_S = 1.0
 MAX_CLIENTS = 256
 MAX_CLIENT_ID_LENGTH = 64
@@ -281,11 +283,11 @@ class Membership:
         """Ask silent next workers again, and give up joins that took too long."""
         out: list[Instruction] = []
         for client in list(self._clients.values()):
-            if not client.has_joined and now_s - client.joining_since_s >= JOIN_TIMEOUT_S:
-                if all(client.closes_ring_only(address, self._worker) for address in client.unconfirmed):
-                    [address] = client.unconfirmed
+            waited_s = now_s - client.joining_since_s
+            for address in [one for one in client.unconfirmed if client.closes_ring_only(one, self._worker)]:
+                if waited_s >= RING_TIMEOUT_S:
                     out += self._open_ring(client, address)
-                    continue
+            if not client.has_joined and waited_s >= JOIN_TIMEOUT_S:
                 silent = " and ".join(client.unconfirmed)
                 text = (
                     f"{self._place(client)} got no answer from the next worker at {silent} within {JOIN_TIMEOUT_S:g} s:"
@@ -300,10 +302,19 @@ class Membership:
         return out
 
     def _open_ring(self, client: Client, address: str) -> list[Instruction]:
-        """The first worker cannot be reached, or is another, from here, where the chain ends: the client's steps go over the client."""
+        """The first worker cannot be reached, or is another, from here, where the chain ends: steps go over the client."""
         client.has_ring = False
-        del client.unconfirmed[address]
+        client.unconfirmed.pop(address, None)
         return self._hang_up_unneeded() + self._joined(client)
+
+    def lost(self, link: Link) -> list[Instruction]:
+        """The connection to a next worker broke. Clients watch every worker themselves, but not the way from the last to the first: those
+        that have it are told that they have it no more."""
+        address = self.address_of(link)
+        if address is None:
+            return []
+        affected = [one for one in self._clients.values() if one.has_joined and one.closes_ring_only(address, self._worker)]
+        return [step for client in affected for step in self._open_ring(client, address)]
 
     def _give_up(self, client: Client, code: str, message: str) -> list[Instruction]:
         refused = Refused(request=client.join_request, code=code, message=message)

@@ -161,9 +161,9 @@ class Server:
             case Arrived():
                 return self._worker.received(event, self._clock())
             case Lost(link=link):
-                # The link is being dialled again, and clients watch every worker themselves: there is nothing to decide.
+                # The link is being dialled again, and clients watch every worker themselves.
                 logger.warning("lost the connection to the next worker at %s", self._worker.address_of(link))
-                return []
+                return self._worker.lost(link)
 
     def _look_at_clock(self) -> None:
         now_s = self._clock()

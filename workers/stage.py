@@ -21,7 +21,17 @@ import numpy as np
 from langchain_pshard.core.codec import MAX_LOGITS_BYTES, NUMPY_DTYPES, Tensor
 from langchain_pshard.core.errors import CapacityError, InvalidOptionError, ProtocolError, StateLostError
 from langchain_pshard.core.kv import MAX_SLICE_TOKENS
-from langchain_pshard.core.messages import MAX_STEPS_AHEAD, Slice, SliceKind, SliceResult, Step, StepId, StreamFailure, StreamId
+from langchain_pshard.core.messages import (
+    MAX_STEP_ID,
+    MAX_STEPS_AHEAD,
+    Slice,
+    SliceKind,
+    SliceResult,
+    Step,
+    StepId,
+    StreamFailure,
+    StreamId,
+)
 from langchain_pshard.core.numerics import DType
 from workers.instructions import Run, WaitingStep
 from workers.rows import pick_rows
@@ -146,6 +156,8 @@ class Stage:
         if len(self._waiting) >= MAX_WAITING_STEPS:
             text = f"{MAX_WAITING_STEPS} steps wait at {self.shape.title} already: send less at once"
             return all_dropped(step, CapacityError.code, text)
+        if not 0 <= step.step_id <= MAX_STEP_ID:
+            return all_dropped(step, ProtocolError.code, f"step id {step.step_id}; valid: 0 to {MAX_STEP_ID}")
         num_tokens = step.num_tokens
         if num_tokens > MAX_STEP_TOKENS:
             text = f"a step of {num_tokens} tokens; at most {MAX_STEP_TOKENS} are allowed: send several"

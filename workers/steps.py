@@ -72,8 +72,8 @@ class Steps:
             return all_dropped(step, StateLostError.code, text)
         if fault:
             return all_dropped(step, ProtocolError.code, f"malformed micro-batch: {fault}")
-        if not client.has_ring and any(piece.num_ahead for piece in step.slices):
-            return all_dropped(step, ProtocolError.code, "malformed micro-batch: steps ahead in a chain that is no ring")
+        if not client.asks_ring and any(piece.num_ahead for piece in step.slices):
+            return all_dropped(step, ProtocolError.code, "malformed micro-batch: steps ahead in a chain that was not joined as a ring")
         return self._stages[stage_idx].enqueue(step, rows, now_s)
 
     def _tell(self, stage_idx: int, dropped: Dropped) -> list[Instruction]:
@@ -133,9 +133,11 @@ class Steps:
                 logits=None if tensor is None else tensor_spec(tensor),
                 logits_of=tuple([piece.key.stream for piece in asking]),
             )
-            if (following := stage.step_ahead(step, own)) is not None:
+            client = self._client_of(step)
+            # Where the way to the first stage has broken, the client knows, and has sent this step's successor itself.
+            if client.has_ring and (following := stage.step_ahead(step, own)) is not None:
                 ahead.append((following, None))
-            out.append(Reply(link=self._client_of(step).link, message=message, tensor=tensor))
+            out.append(Reply(link=client.link, message=message, tensor=tensor))
         # The next step is under way before anybody hears of this one's tokens.
         return self._send_on(0, ahead, None, ended_s) + out if ahead else out
 

@@ -28,6 +28,7 @@ from langchain_pshard.core.errors import (
 )
 from langchain_pshard.core.messages import (
     FETCH_CHUNK_BYTES,
+    MAX_END_TOKENS,
     PROTOCOL_VERSION,
     ClientId,
     Close,
@@ -208,6 +209,10 @@ class Worker:
         """The link that a Dial asked for."""
         return self._members.dialled(address, link, now_s)
 
+    def lost(self, link: Link) -> list[Instruction]:
+        """The connection to a next worker broke; it is being dialled again."""
+        return self._members.lost(link)
+
     def time_passed(self, now_s: float) -> list[Instruction]:
         """Call about once a second: leases, and next workers that do not answer."""
         out: list[Instruction] = []
@@ -288,6 +293,8 @@ class Worker:
             return refused(ContextOverflowError.code, f"a stream of {ask.num_tokens} positions; the model's context holds {context}")
         if fault := _prompt_fault(ask, self._identity.manifest.vocab_size):
             return refused(ProtocolError.code, f"malformed prompt of stream {ask.stream}: {fault}")
+        if fault := _ends_fault(ask, self._identity.manifest.vocab_size):
+            return refused(ProtocolError.code, f"malformed end tokens of stream {ask.stream}: {fault}")
         return None
 
     def _is_leaving(self, request: RequestId) -> Refused:
@@ -352,6 +359,14 @@ class Worker:
             text, code = f"worker {self._identity.worker} serves no draft: ask the one whose Welcome offers it", ProtocolError.code
         failures = tuple(StreamFailure(ask.stream, code, text) for ask in message.asks)
         return [Reply(link=link, message=Drafted(epoch=message.epoch, results=(), failures=failures))]
+
+
+def _ends_fault(ask: Open, vocab_size: int) -> str | None:
+    if len(ask.end_tokens) > MAX_END_TOKENS:
+        return f"{len(ask.end_tokens)} of them; valid: at most {MAX_END_TOKENS}"
+    if outside := [token for token in ask.end_tokens if not 0 <= token < vocab_size]:
+        return f"token id {outside[0]} in a vocabulary of {vocab_size}"
+    return None
 
 
 def _prompt_fault(ask: Open, vocab_size: int) -> str | None:

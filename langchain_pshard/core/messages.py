@@ -26,6 +26,9 @@ from langchain_pshard.core.sampling import SamplingParams, TokenLogprobs
 PROTOCOL_VERSION = 3
 MAX_STEPS_AHEAD = 64
 """Most steps that a chain takes by itself behind one of the client's."""
+MAX_STEP_ID = 1 << 62
+"""Of a client's steps; those that follow it have numbers that can be written, too."""
+MAX_END_TOKENS = 64
 
 ClientId = NewType("ClientId", str)
 """Random, one per client object; keeps the streams of several clients apart."""
@@ -146,7 +149,7 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
     shares_generated: bool = False
     """Whether a stage may also look the prompt up in generated text, and keep this stream's; tokens may then differ in close decisions."""
     end_tokens: tuple[int, ...] = ()
-    """What ends the text: the chain does not go on by itself behind one of these."""
+    """What ends the text, at most `MAX_END_TOKENS`: the chain does not go on by itself behind one of these."""
 
 
 class Opened(_Message, frozen=True, kw_only=True, tag="opened"):

@@ -76,7 +76,8 @@ class Account:
                 self._queue_ms.append(0.0)
             self._compute_ms[idx] += timing.compute_us / 1e3
             self._queue_ms[idx] += timing.queue_us / 1e3
-        self._way_ms += trip.way_ms
+        if trip.num_hops:  # what a worker spends between two steps of its own is no way
+            self._way_ms += trip.way_ms
 
     def generated(self, num_tokens: int, now: float) -> None:
         """New tokens, confirmed."""

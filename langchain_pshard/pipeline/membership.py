@@ -90,6 +90,7 @@ class Membership:
         self._without_stages: frozenset[str] = frozenset()  # of the chain joined last
         self._members: dict[str, _Member] = {}
         self._is_told_of_ring = False
+        self._warn_of_ring_at: float | None = None
         self._deadline = now
         self._repeat_at = now
         self._liveness = Liveness((), now, timeout_s=options.liveness_timeout_s, interval_s=options.ping_interval_s)
@@ -123,6 +124,7 @@ class Membership:
         """Give the chain up, for a reason found elsewhere."""
         self.phase = Phase.OFFLINE
         self.failure = failure
+        self._warn_of_ring_at = None
 
     def leave(self) -> list[Instruction]:
         """Parting messages to everybody."""
@@ -139,6 +141,9 @@ class Membership:
             case Joined(request=request, is_ring=is_ring) if self.phase is Phase.JOINING and request == member.request:
                 member.is_joined, member.is_ring = True, is_ring
                 return self._become_ready_if_joined(now)
+            case Joined(request=request, is_ring=False) if self.phase is Phase.READY and request == member.request and member.is_ring:
+                # The way from the last worker to the first broke. Perhaps because one of them is gone, which is told in other words.
+                member.is_ring, self._warn_of_ring_at = False, now + REPEAT_S
             case Joined(request=request) if self.phase is Phase.READY and request == member.request and member.is_away:
                 member.is_away = member.is_told = False
                 member.is_joined = True
@@ -176,6 +181,9 @@ class Membership:
                 out = self._miss(lost, now)
                 if now >= self._repeat_at:
                     out += self._ask(now)
+                if self._warn_of_ring_at is not None and now >= self._warn_of_ring_at and self.is_steady:
+                    self._warn_of_ring_at = None
+                    out += self._warn_of_ring()
                 due = self._liveness.due_pings(now)
                 return out + [Send(address, Ping(request=self._new_request(), client=self._client)) for address in due]
 
@@ -240,14 +248,20 @@ class Membership:
             timeout_s=self._options.liveness_timeout_s,
             interval_s=self._options.ping_interval_s,
         )
+        return self._warn_of_ring()
+
+    def _warn_of_ring(self) -> list[Instruction]:
+        """Once: steps ahead were asked for, and there is no way for them."""
+        assert self.chain is not None
         if self.has_ring or not self._options.max_steps_ahead or self._is_told_of_ring:
             return []
         self._is_told_of_ring = True
         first, last = self.chain.stages[0].address, self.chain.stages[-1].address
         return [
             Warn(
-                f"the worker at {last} cannot reach the one at {first}: tokens go from the last stage to the first over this client, which"
-                " takes longer. Let it, or connect without asking for it: ClientOptions(max_steps_ahead=0)"
+                f"the worker at {last} cannot reach the one at {first}: every token goes from the last stage to the first over this client,"
+                " which takes longer, and so did connecting. Make that address reachable from there, or do without: max_steps_ahead=0, of"
+                " ChatPShard or ClientOptions"
             )
         ]
 

@@ -9,6 +9,8 @@ from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.messages import MAX_STEPS_AHEAD
 from langchain_pshard.pipeline.scheduler import MAX_CHUNK_TOKENS, MIN_CHUNK_LIMIT
 
+DEFAULT_STEPS_AHEAD = 7
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
@@ -31,7 +33,7 @@ class ClientOptions:
     """Most drafts in one step of one stream when the client chooses their number (`draft_tokens="auto"`)."""
     max_chunk_tokens: int = MAX_CHUNK_TOKENS
     """Most tokens of a prompt in one step. No token of a text depends on it: shorter chunks let others in sooner, longer ones cost less."""
-    max_steps_ahead: int = 7
+    max_steps_ahead: int = DEFAULT_STEPS_AHEAD
     """Most decode steps that the chain takes by itself behind one of the client's: the last worker hands the token that it sampled to the
     first one, which spares the way to the client and back. No token depends on it. Where the last worker cannot reach the first one: 0."""
     cache_dir: Path | None = None
@@ -42,8 +44,9 @@ class ClientOptions:
             value = getattr(self, field.name)
             if field.name not in ("cache_dir", "max_steps_ahead") and not value > 0:
                 raise InvalidOptionError(f"{field.name}={value} is out of range; valid: above 0")
-        if not 0 <= self.max_steps_ahead <= MAX_STEPS_AHEAD:
-            raise InvalidOptionError(f"max_steps_ahead={self.max_steps_ahead} is out of range; valid: 0 to {MAX_STEPS_AHEAD}")
+        steps: object = self.max_steps_ahead
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= MAX_STEPS_AHEAD:
+            raise InvalidOptionError(f"max_steps_ahead={steps!r} is out of range; valid: 0 to {MAX_STEPS_AHEAD}")
         if not MIN_CHUNK_LIMIT <= self.max_chunk_tokens <= MAX_CHUNK_TOKENS:
             raise InvalidOptionError(
                 f"max_chunk_tokens={self.max_chunk_tokens} is out of range; valid: {MIN_CHUNK_LIMIT} to {MAX_CHUNK_TOKENS}"

@@ -25,6 +25,7 @@ from langchain_pshard.core.errors import (
     error_from_code,
 )
 from langchain_pshard.core.messages import (
+    MAX_END_TOKENS,
     ClientId,
     Close,
     Drafted,
@@ -155,7 +156,11 @@ class Session:
 
     def on_message(self, address: str, message: Message, now: float, tensor: Tensor | None = None) -> list[Instruction]:
         """A worker said something; `tensor` came beside the message."""
+        had_ring = self._membership.has_ring
         out = self._membership.on_message(address, message, now)
+        if had_ring and not self._membership.has_ring and self._membership.is_steady:
+            for stream_id in self._turns.take_back():
+                self._streams[stream_id].take_back(now)
         delivers: list[Instruction] = []
         match message:
             case StepResult(epoch=epoch) if epoch == self._membership.epoch:
@@ -306,6 +311,7 @@ class Session:
 
     def _expire_streams(self, now: float) -> list[Instruction]:
         ended: list[tuple[Stream, PShardError | None]] = []
+        num_stuck = 0
         for stream in [*self._streams.values(), *self._admission.waiting.values(), *(o.stream for o in self._admission.opening.values())]:
             if stream.deadline is not None and now >= stream.deadline:
                 text = (
@@ -315,6 +321,11 @@ class Session:
             elif stream.num_in_flight and now - stream.waiting_since >= self._options.step_timeout_s:
                 text = f"a step brought no answer for {self._options.step_timeout_s:g} s, though all workers answer pings"
                 ended.append((stream, DeadlineError(text)))
+                num_stuck += 1
+        if num_stuck and num_stuck == len(self._streams):
+            # Every worker answers, and nothing comes through: a way between two of them is broken. To join anew is to look at them all.
+            text = "no step comes through the chain, though all workers answer pings. The next call connects anew"
+            self._membership.drop(WorkerLostError(text))
         if self._membership.phase is Phase.READY:
             done = {stream.id for stream, _ in ended}
             for stream in self._admission.overdue(now, self._options.queue_timeout_s):
@@ -373,7 +384,7 @@ class Session:
             prompt=stream.shared_prompt,
             grammar=stream.request.grammar,
             shares_generated=stream.request.prefix_cache == "all",
-            end_tokens=tuple(stream.request.eos_token_ids),
+            end_tokens=tuple(sorted(stream.request.eos_token_ids)[:MAX_END_TOKENS]),
         )
 
     def _new_request(self) -> RequestId:

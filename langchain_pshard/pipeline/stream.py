@@ -239,6 +239,11 @@ class Stream:
             num_ahead=num_ahead,
         )
 
+    def take_back(self, now: float) -> None:
+        """What is in flight is not awaited any longer: the next rows begin behind the last token that is known."""
+        self.num_in_flight = 0
+        self.waiting_since = now
+
     def apply(self, result: SliceResult | None, trip: Trip, now: float, logits: Tensor | None = None) -> Delivery | None:
         """Take the answer to the oldest slice in flight; None for a prompt chunk that samples nothing.
 

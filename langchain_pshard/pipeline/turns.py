@@ -98,6 +98,17 @@ class Turns:
         """Nothing is under way any more."""
         self._flights.clear()
 
+    def take_back(self) -> frozenset[StreamId]:
+        """The chain takes no more steps by itself: what it was granted is not awaited any longer, and its streams take their turns again.
+
+        An answer that comes all the same is one to no flight, and a step that is still on its way is a late duplicate to every stage.
+        """
+        granted = {step_id: flight for step_id, flight in self._flights.items() if flight.num_ahead or flight.is_ahead}
+        for step_id in granted:
+            del self._flights[step_id]
+        self._max_steps_ahead = 0
+        return frozenset(stream for flight in granted.values() for stream in flight.awaited)
+
     def next_turn(self, streams: Mapping[StreamId, Stream], now: float) -> Turn | None:
         """The next micro-batch of these streams, or None when it is better to wait for an answer."""
         plan = scheduler.plan(self._situation(streams.values()), self._costs)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
+from langchain_core.messages import AIMessage, ToolMessage
 
 from examples import agent, batch_map, retrieval, structured, tools_agent, two_users
+from langchain_pshard import ChatPShard
 
 SHORT = ["--max-tokens", "600", "--temperature", "100", "--seed", "3"]  # random weights end strings only by chance
 
@@ -17,6 +20,29 @@ def test_an_agent_uses_a_tool_and_answers(tiny_fleet: list[str], capsys: pytest.
     printed = capsys.readouterr().out
     assert "Tool Calls:" in printed
     assert "Tool Message" in printed
+
+
+class Careless:
+    """Calls a tool with an argument of another type, then answers."""
+
+    def __init__(self) -> None:
+        self.says = [
+            AIMessage("", tool_calls=[{"name": "count_letters", "args": {"word": {"type": "string"}}, "id": "1"}]),
+            AIMessage("six"),
+        ]
+
+    def bind_tools(self, tools: object, *, tool_choice: str) -> Careless:
+        return self
+
+    def invoke(self, history: object) -> AIMessage:
+        return self.says.pop(0)
+
+
+def test_an_agent_that_calls_a_tool_wrongly_is_told() -> None:
+    *_, told, answer = tools_agent.conversation(cast(ChatPShard, Careless()), "How long is window?")
+    assert isinstance(told, ToolMessage)
+    assert (told.status, told.tool_call_id) == ("error", "1")
+    assert answer.content == "six"
 
 
 def test_invoices_are_read_into_their_class(tiny_fleet: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import gc
 import pickle
 import threading
 
+import pytest
+
 from langchain_pshard.chat_models import ChatPShard
 from tests.support.fake_client import WORKERS, Serve, connections
 
@@ -53,6 +55,17 @@ def test_nothing_is_connected_before_the_first_call_and_equal_settings_share(ser
     del model
     gc.collect()
     assert client.is_closed
+
+
+def test_how_far_workers_go_by_themselves_is_the_callers_to_say(serve: Serve) -> None:
+    client = serve()
+    with ChatPShard(workers=WORKERS) as model, ChatPShard(workers=WORKERS, max_steps_ahead=0) as stepwise:
+        model.invoke("Hi")
+        stepwise.invoke("Hi")
+        assert [options["options"].max_steps_ahead for _, options in connections(client)] == [7, 0]  # and so they share no connection
+    for value in (-1, 65):
+        with pytest.raises(ValueError, match=f"max_steps_ahead={value} is out of range; valid: 0 to 64"):
+            ChatPShard(workers=WORKERS, max_steps_ahead=value)
 
 
 def test_a_client_that_failed_inside_is_replaced_by_the_next_call(serve: Serve) -> None:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from langchain_pshard.chat_models import ChatPShard
 from langchain_pshard.core.errors import ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
+from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.prompt import TemplateError
 from tests.support.fake_client import WORKERS, FakeClient, Serve, connections
 
@@ -54,7 +55,7 @@ def test_invoke(serve: Serve) -> None:
         },
     }
     assert client.prompts == ["<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]
-    assert connections(client) == [(WORKERS, {"connect_timeout_s": 30.0, "on_lost": None})]
+    assert connections(client) == [(WORKERS, {"connect_timeout_s": 30.0, "on_lost": None, "options": ClientOptions()})]
     assert client.is_closed
 
 
@@ -356,7 +357,7 @@ def test_what_changes_the_speed_is_an_option_of_a_call_and_not_of_the_text(serve
         assert asked == [("auto", 4), (None, 4), ("ngram", "auto"), ("model", 4)]
         model.invoke("Hi", prefix_cache=False)
         assert [params.prefix_cache for params in client.params] == [True, True, True, True, False]
-        assert not {"draft", "draft_tokens", "prefix_cache"} & model._identifying_params.keys()
+        assert not {"draft", "draft_tokens", "prefix_cache", "max_steps_ahead"} & model._identifying_params.keys()
         assert model.model_copy(update={"prefix_cache": "all"})._identifying_params["prefix_cache"] == "all"
         with pytest.raises(InvalidOptionError, match="draft_tokens=0"):
             model.invoke("Hi", draft_tokens=0)

@@ -5,11 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from langchain_pshard.core.messages import PROTOCOL_VERSION, ClientId, Hello, Joined, Leave, Refused, StepFailed
-from tests.support.fake_stages import HIDDEN, make_identity, row, step
+from langchain_pshard.core.codec import pack_tokens
+from langchain_pshard.core.messages import (
+    PROTOCOL_VERSION,
+    ClientId,
+    Hello,
+    Joined,
+    Leave,
+    Refused,
+    SliceResult,
+    StepResult,
+    StreamId,
+)
+from tests.support.fake_stages import HIDDEN, VOCAB, make_identity, row, step
 from tests.support.worker_bench import ANN, BOB, CHAIN_TWO, ME, NEXT, RING_TWO, Bench, join, refusal, request
-from workers.instructions import Dial, HangUp, Reply
-from workers.membership import JOIN_TIMEOUT_S, LEASE_S
+from workers.instructions import Dial, Forward, HangUp, Instruction, Reply
+from workers.membership import JOIN_TIMEOUT_S, LEASE_S, RING_TIMEOUT_S
 
 FIRST = RING_TWO[0][1]
 
@@ -53,18 +64,43 @@ def test_where_the_first_worker_speaks_another_protocol_the_chain_is_no_ring() -
     assert bench.hear(refused, NEXT) == [HangUp(link=NEXT), joined(10, is_ring=False)]
 
 
-def test_where_the_first_worker_cannot_be_reached_the_chain_is_no_ring_and_steps_ahead_are_refused() -> None:
+def sampled(bench: Bench, step_id: int, num_ahead: int) -> list[Instruction]:
+    """What follows from a row of stream 1 at the last stage."""
+    rows = np.zeros((1, HIDDEN), dtype=np.float32)
+    assert bench.send(step(step_id, row(1, 0, [5], num_ahead=num_ahead)), stage_idx=1, tensor=rows) == []
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    return bench.worker.sampled(bench.run(), [SliceResult(StreamId(1), pack_tokens([6]))], logits, started_s=1.0, ended_s=2.0)
+
+
+def test_where_the_first_worker_cannot_be_reached_the_chain_is_no_ring_and_does_not_go_on_by_itself() -> None:
     bench = last_worker()
     bench.hear(join(chain=RING_TWO, is_ring=True))
     bench.worker.dialled(FIRST, NEXT, bench.now_s)
-    assert bench.worker.time_passed(bench.now_s + JOIN_TIMEOUT_S) == [HangUp(link=NEXT), joined(10, is_ring=False)]
+    assert bench.worker.time_passed(bench.now_s + RING_TIMEOUT_S) == [HangUp(link=NEXT), joined(10, is_ring=False)]
     bench.open()
-    rows = np.zeros((1, HIDDEN), dtype=np.float32)
-    [told] = bench.send(step(1, row(1, 0, [5], num_ahead=1)), stage_idx=1, tensor=rows)
+    [told] = sampled(bench, 1, num_ahead=1)
     assert isinstance(told, Reply)
-    assert isinstance(told.message, StepFailed)
-    assert [failure.code for failure in told.message.failures] == ["protocol"]
-    assert bench.send(step(2, row(1, 0, [5])), stage_idx=1, tensor=rows) == []
+    assert isinstance(told.message, StepResult)
+
+
+def test_clients_hear_that_the_way_to_the_first_worker_broke_and_what_was_granted_before_is_answered() -> None:
+    bench = last_worker()
+    bench.join_ring()
+    bench.hear(join(chain=RING_TWO, client="cat"), BOB)  # asked for no ring, and hears nothing
+    bench.open()
+    forward, _ = sampled(bench, 1, num_ahead=3)
+    assert isinstance(forward, Forward)
+    assert bench.worker.lost(NEXT) == [HangUp(link=NEXT), joined(10, is_ring=False)]
+    assert bench.worker.lost(NEXT) == []
+    [told] = sampled(bench, 2, num_ahead=2)
+    assert isinstance(told, Reply)
+    assert isinstance(told.message, StepResult)
+
+
+def test_a_broken_way_to_the_next_stage_is_the_clients_to_notice() -> None:
+    bench = Bench()
+    bench.join_via_next()
+    assert bench.worker.lost(NEXT) == []
 
 
 def test_a_next_worker_that_is_also_the_first_is_needed_all_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from langchain_pshard.core.codec import pack_tokens
@@ -9,6 +10,7 @@ from langchain_pshard.core.errors import DeadlineError, ProtocolError, WorkerLos
 from langchain_pshard.core.messages import (
     Epoch,
     Join,
+    Joined,
     MicroBatch,
     Open,
     SliceResult,
@@ -196,3 +198,63 @@ def test_a_new_epoch_in_the_middle_begins_anew_and_old_answers_count_for_nothing
     fleet.settle()
     assert caller.tokens == expected(two, 60)
     assert is_idle(fleet)
+
+
+def ring_breaks(fleet: Fleet) -> None:
+    """The last worker says that it cannot reach the first any more."""
+    fleet.reply(B, Joined(request=fleet.session._membership._members[B].request, is_ring=False))
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_when_the_way_to_the_first_worker_breaks_texts_go_on_over_the_client(comes_late: bool) -> None:
+    fleet = Fleet()
+    numbers = long_texts(2)
+    callers = running(fleet, *numbers, max_tokens=30)
+    [lost] = fleet.steps
+    fleet.steps.clear()
+    ring_breaks(fleet)
+    until_steps(fleet)
+    [sent] = fleet.steps
+    assert sent.step_id > lost.step_id + lost.slices[0].num_ahead  # every stage takes what is still on its way for a late duplicate
+    assert [piece.num_ahead for piece in sent.slices] == [0, 0]
+    if comes_late:
+        fleet.steps.insert(0, msgspec.structs.replace(lost, slices=tuple(msgspec.structs.replace(one, num_ahead=0) for one in lost.slices)))
+    fleet.settle()
+    assert [caller.tokens for caller in callers] == [expected(number, 30) for number in numbers]
+    later = fleet.submit(numbers[0], 12)
+    fleet.settle()
+    assert later.tokens == expected(numbers[0], 12)
+    assert is_idle(fleet)
+
+
+def test_a_chain_in_which_every_stream_is_stuck_is_joined_anew() -> None:
+    fleet = Fleet(step_timeout_s=5.0)
+    numbers = long_texts(2)
+    callers = running(fleet, *numbers)
+    fleet.steps.clear()
+    epoch = fleet.epoch
+    for _ in range(4):
+        fleet.pass_time(1.5)
+        until_steps(fleet)
+    assert [type(caller.ends[0]) for caller in callers] == [DeadlineError, DeadlineError]
+    later = fleet.submit(numbers[0], 12)
+    fleet.settle()
+    assert later.tokens == expected(numbers[0], 12)
+    assert fleet.epoch == epoch + 1
+
+
+def test_a_stuck_stream_beside_others_that_get_on_costs_them_nothing() -> None:
+    fleet = Fleet(step_timeout_s=5.0)
+    [number, other] = long_texts(2)
+    [caller] = running(fleet, number)
+    fleet.steps.clear()
+    epoch = fleet.epoch
+    beside = fleet.submit(other, 200)
+    for _ in range(8):
+        fleet.pass_time(1.0)
+        until_steps(fleet)
+        fleet.answer_step()
+    assert [type(end) for end in caller.ends] == [DeadlineError]
+    fleet.settle()
+    assert beside.tokens == expected(other, 200)
+    assert fleet.epoch == epoch

@@ -9,6 +9,7 @@ import pytest
 from langchain_pshard.core.codec import pack_tokens
 from langchain_pshard.core.errors import InferenceError
 from langchain_pshard.core.messages import (
+    MAX_STEP_ID,
     MAX_STEPS_AHEAD,
     ClientId,
     Close,
@@ -103,6 +104,16 @@ def test_the_token_that_was_sampled_is_the_row_that_follows() -> None:
         step_id=StepId(8),
         slices=(row(1, 5, [40], num_ahead=2), row(2, 3, [41])),
     )
+
+
+@pytest.mark.parametrize("step_id", [-1, MAX_STEP_ID + 1, 2**64 - 1])
+def test_a_step_whose_successors_could_not_be_numbered_is_refused(step_id: int) -> None:
+    bench = alone()
+    bench.open()
+    assert failures(bench.send(step(step_id, row(1, 0, [5], num_ahead=1)))) == [(step_id, 1, "protocol")]
+    assert bench.send(step(MAX_STEP_ID - 1, row(1, 0, [5], num_ahead=1))) == []
+    answer(bench, said(1, 6))
+    assert bench.run().steps[0].step.step_id == MAX_STEP_ID
 
 
 def test_it_ends_where_the_client_said_and_at_every_end_token() -> None:

@@ -239,6 +239,15 @@ def test_a_malformed_prompt_is_refused(prompt: bytes) -> None:
     assert refused.message.startswith("malformed prompt of stream 1: ")
 
 
+@pytest.mark.parametrize("end_tokens", [(-1,), (VOCAB,), (2**64 - 1,), (1,) * 65])
+def test_malformed_end_tokens_are_refused(end_tokens: tuple[int, ...]) -> None:
+    bench = Bench()
+    bench.join_via_next()
+    refused = refusal(bench.hear(msgspec.structs.replace(ask_open(), end_tokens=end_tokens)))
+    assert refused.code == "protocol"
+    assert refused.message.startswith("malformed end tokens of stream 1: ")
+
+
 def test_a_repeated_open_is_answered_again_unless_it_asks_for_something_else() -> None:
     bench = Bench()
     bench.join_via_next()
