@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,9 +86,10 @@ def test_a_process_that_ends_early_is_told_with_its_words() -> None:
         process.wait_for("ready", 30)
 
 
-def test_clients_are_one_for_each_chunk_length(tiny_fleet: list[str]) -> None:
+def test_clients_are_one_for_each_of_their_settings(tiny_fleet: list[str]) -> None:
     with Clients(tiny_fleet) as clients:
-        assert clients.client(16) is clients.client(16)
-        assert clients.client(16) is not clients.client(48)
+        assert clients.client(PLAIN) is clients.client(replace(PLAIN, drafts="ngram"))
+        assert clients.client(PLAIN) is not clients.client(replace(PLAIN, chunk_tokens=48))
+        assert clients.client(PLAIN) is not clients.client(replace(PLAIN, steps_ahead=7))
         answer = clients.generate(Task(prompts=prompts(1, 40), num_tokens=8), PLAIN, ())
     assert np.shape(answer.tokens) == (1, 8)

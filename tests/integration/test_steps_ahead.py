@@ -58,13 +58,13 @@ def test_steps_ahead_never_change_a_token(
             expected = [one.token_ids for one in found]
             assert all(len(tokens) == NUM_TOKENS for tokens in expected)
             assert len(set(expected)) == len(PROMPTS)
-            assert found[0].stats.num_hops == NUM_TOKENS * (num_stages + 1)
+            assert found[0].stats.num_hops == NUM_TOKENS * (len(workers) + 1)
             for client, num_own in ((ahead, 1 + 9), (far, 1 + 2)):
                 found = [client.complete(prompt, params) for prompt in PROMPTS]
                 assert [one.token_ids for one in found] == expected
                 assert found[0].stats.num_steps == NUM_TOKENS
-                num_hops = num_own * (num_stages + 1) + (NUM_TOKENS - num_own) * (num_stages if num_stages > 1 else 0)
-                assert found[0].stats.num_hops == num_hops
+                num_links_ahead = len(workers) if len(workers) > 1 else 0
+                assert found[0].stats.num_hops == num_own * (len(workers) + 1) + (NUM_TOKENS - num_own) * num_links_ahead
                 # Of different lengths, so that they end in the middle of the others' runs; and with drafts where they pay.
                 lengths = [NUM_TOKENS - 7 * idx for idx in range(len(PROMPTS))]
                 for draft in (None, "auto"):
