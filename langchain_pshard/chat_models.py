@@ -103,7 +103,6 @@ class ChatPShard(CallOptions, BaseChatModel):
                     f"{', '.join(changed)} is for workers started with bundle=...; running workers have theirs already"
                 )
         self.generation_params()
-        ClientOptions(max_steps_ahead=self.max_steps_ahead)  # checks the value
         self._add_version("langchain-pshard", _VERSION)
         self._share.hold(self._fleet_settings)
         return self
@@ -137,7 +136,7 @@ class ChatPShard(CallOptions, BaseChatModel):
             kv_precision=self.kv_precision,
             num_threads=self.threads,
             drafts=self.bundle is not None and self.draft == "model",
-            max_steps_ahead=self.max_steps_ahead,
+            options=ClientOptions(max_steps_ahead=self.max_steps_ahead),
         )
 
     def _connect(self) -> Connection:

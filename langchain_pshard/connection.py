@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from langchain_pshard.core.errors import ClosedError, PShardError
-from langchain_pshard.pipeline.options import DEFAULT_STEPS_AHEAD, ClientOptions
+from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.prompt import Prompter
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class FleetSettings:
     kv_memory: str | None
     kv_precision: str | None
     num_threads: int | None
+    options: ClientOptions
     drafts: bool = False
     """Whether a local one serves the bundle's draft model."""
-    max_steps_ahead: int = DEFAULT_STEPS_AHEAD
 
 
 class Connection:
@@ -56,7 +56,7 @@ class Connection:
                     workers,
                     connect_timeout_s=settings.connect_timeout_s,
                     on_lost=None if self._fleet is None else self._mend_behind,
-                    options=ClientOptions(max_steps_ahead=settings.max_steps_ahead),
+                    options=settings.options,
                 )
             )
             self.prompter = Prompter(self.client.tokenizer)

@@ -174,8 +174,8 @@ class Steps:
             assert link is not None  # a client has joined only when its next workers were reached
             ways.setdefault(link, []).append((step, rows))
         for link, passed in ways.items():
-            parts = [rows for _, rows in passed if rows is not None]
-            tensor = hidden if len(passed) == len(steps) or not parts else join_rows(parts)
+            is_whole = hidden is None or len(passed) == len(steps)
+            tensor = hidden if is_whole else join_rows([rows for _, rows in passed if rows is not None])
             message = MicroBatch(
                 stage_idx=stage_idx,
                 steps=tuple([step for step, _ in passed]),

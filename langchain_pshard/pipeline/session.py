@@ -30,6 +30,7 @@ from langchain_pshard.core.messages import (
     Close,
     Drafted,
     Fetched,
+    Joined,
     Message,
     MicroBatch,
     Open,
@@ -156,11 +157,7 @@ class Session:
 
     def on_message(self, address: str, message: Message, now: float, tensor: Tensor | None = None) -> list[Instruction]:
         """A worker said something; `tensor` came beside the message."""
-        had_ring = self._membership.has_ring
         out = self._membership.on_message(address, message, now)
-        if had_ring and not self._membership.has_ring and self._membership.is_steady:
-            for stream_id in self._turns.take_back():
-                self._streams[stream_id].take_back(now)
         delivers: list[Instruction] = []
         match message:
             case StepResult(epoch=epoch) if epoch == self._membership.epoch:
@@ -172,6 +169,9 @@ class Session:
                 out += self._drafts.on_drafted(message, now)
             case Opened():
                 self._on_opened(message)
+            case Joined(is_ring=False) if self._membership.is_steady and not self._membership.has_ring:
+                for stream_id in self._turns.take_back():
+                    self._streams[stream_id].take_back(now)
             case Refused(request=request):
                 delivers = self._requests.answered(message, now)
                 out += self._on_refused(address, request, message, now)
