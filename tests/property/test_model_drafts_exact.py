@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from langchain_pshard.core.messages import StreamId
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.stream import StreamRequest
-from tests.unit.test_session import Caller
+from tests.support.caller import Caller
 from tests.unit.test_session_drafts import DraftFleet
 from tests.unit.test_stream import EOS, VOCAB, plain
 

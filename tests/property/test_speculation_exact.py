@@ -13,7 +13,8 @@ from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.ngram import NgramDrafter
 from langchain_pshard.pipeline.speculation import Drafting
 from langchain_pshard.pipeline.stream import StreamRequest
-from tests.unit.test_session import Caller, Fleet
+from tests.support.caller import Caller
+from tests.unit.test_session import Fleet
 from tests.unit.test_stream import EOS, VOCAB, fake_next, plain
 
 

@@ -6,8 +6,8 @@ Real sessions and real worker loops, in any order of events.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from langchain_pshard.core.errors import PShardError, WorkerLostError
 from langchain_pshard.core.messages import Message, MicroBatch, StreamId
 from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.stream import Delivery, StreamRequest
+from tests.support.caller import Caller
 from tests.support.fake_stages import VOCAB, expected_token
 from tests.support.simulated_fleet import SimulatedClient, SimulatedFleet
 
@@ -52,27 +53,19 @@ class Guessing:
         return [token if self.draws.random() < self.chance else (token + 1) % VOCAB for token in ahead]
 
 
-@dataclass
-class Job:
+@dataclass(kw_only=True)
+class Job(Caller):
     """One generation, and what its caller was told."""
 
     number: int
     client: SimulatedClient
     whole: list[int]
-    tokens: list[int] = field(default_factory=list)
-    ends: list[object] = field(default_factory=list)
     is_cancelled: bool = False
 
     def take(self, item: Delivery | PShardError) -> bool:
-        assert not self.ends, "something came after the end"
-        if isinstance(item, PShardError):
-            self.ends.append(item)
-            return True
-        self.tokens += item.tokens
+        heard = super().take(item)
         assert self.tokens == self.whole[: len(self.tokens)]
-        if item.finish_reason is not None:
-            self.ends.append(item.finish_reason)
-        return True
+        return heard
 
     @property
     def is_over(self) -> bool:
@@ -95,7 +88,7 @@ def start(fleet: SimulatedFleet, client: SimulatedClient, number: int, job: tupl
     prompt, max_tokens, has_ends, chance = job
     num_stages = sum(len(worker.runners) for worker in fleet.workers)
     ends = ENDS if has_ends else frozenset()
-    made = Job(number, client, plain(prompt, max_tokens, ends, num_stages))
+    made = Job(number=number, client=client, whole=plain(prompt, max_tokens, ends, num_stages))
     drafting = None if chance is None else Guessing(made.whole, chance, random.Random(number))
     request = StreamRequest(
         prompt=tuple(prompt), max_tokens=max_tokens, sampling=SamplingParams(), eos_token_ids=ends, vocab_size=VOCAB, sink=made.take,
@@ -105,12 +98,19 @@ def start(fleet: SimulatedFleet, client: SimulatedClient, number: int, job: tupl
     return made
 
 
-def play(fleet: SimulatedFleet, jobs: list[Job], waiting: list[tuple[list[int], int, bool, float | None]], order: random.Random) -> None:
-    """Things happen in any order until all have ended, then until nothing is left to happen."""
+def play(
+    fleet: SimulatedFleet,
+    jobs: list[Job],
+    waiting: list[tuple[list[int], int, bool, float | None]],
+    order: random.Random,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Things happen in any order, and `between` before each, until all have ended; then until nothing is left to happen."""
     while waiting or not all(job.is_over for job in jobs):
         fleet.now += 0.0005
-        if waiting and (not jobs or order.random() < 0.03):
+        if waiting and (not jobs or order.random() < 0.05):
             jobs.append(start(fleet, order.choice(fleet.clients), len(jobs) + 1, waiting.pop(0)))
+        between()
         choices = fleet.choices
         if choices:
             order.choice(choices)()
@@ -162,7 +162,6 @@ def test_any_trouble(
     for _ in range(2):
         fleet.add_client(max_steps_ahead=max_steps_ahead)
     done: list[Job] = []
-    waiting = list(jobs)
 
     def num_copies(source: str, message: Message) -> int:
         happens = order.random() < chance
@@ -170,11 +169,7 @@ def test_any_trouble(
             return 1 + happens
         return int(not (trouble == "cannot send" and happens and source.startswith("w") and isinstance(message, MicroBatch)))
 
-    fleet.num_copies = num_copies
-    while waiting or not all(job.is_over for job in done):
-        fleet.now += 0.0005
-        if waiting and (not done or order.random() < 0.05):
-            done.append(start(fleet, order.choice(fleet.clients), len(done) + 1, waiting.pop(0)))
+    def strike() -> None:
         if done and trouble == "cancel" and order.random() < chance / 10:
             job = order.choice(done)
             if not job.is_over:
@@ -183,12 +178,9 @@ def test_any_trouble(
         if trouble == "new epoch" and order.random() < chance / 50:
             client = order.choice(fleet.clients)
             client.do(client.session.on_lost(order.choice(fleet.workers).address, fleet.now))
-        choices = fleet.choices
-        if choices:
-            order.choice(choices)()
-        else:
-            fleet.tick(0.11)
-    fleet.settle()
+
+    fleet.num_copies = num_copies
+    play(fleet, done, list(jobs), order, strike)
     for job in done:
         if job.is_cancelled:
             assert not job.ends

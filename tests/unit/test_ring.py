@@ -37,10 +37,16 @@ def last_worker() -> Bench:
     return Bench(2, (1,))
 
 
-def test_the_last_worker_has_joined_when_the_first_has_said_who_it_is() -> None:
+def asking_worker() -> Bench:
+    """The last worker of a ring, which has asked the first who it is."""
     bench = last_worker()
     assert bench.hear(join(chain=RING_TWO, is_ring=True)) == [Dial(address=FIRST)]
     assert bench.worker.dialled(FIRST, NEXT, bench.now_s) == [hello(1)]
+    return bench
+
+
+def test_the_last_worker_has_joined_when_the_first_has_said_who_it_is() -> None:
+    bench = asking_worker()
     assert bench.hear(make_identity("other", 2, 0).welcome(request(1)), NEXT) == [joined(10)]
 
 
@@ -49,17 +55,13 @@ def test_without_a_ring_the_last_worker_needs_nobody() -> None:
 
 
 def test_where_another_worker_answers_for_the_first_the_chain_is_no_ring() -> None:
-    bench = last_worker()
-    bench.hear(join(chain=RING_TWO, is_ring=True))
-    bench.worker.dialled(FIRST, NEXT, bench.now_s)
+    bench = asking_worker()
     assert bench.hear(make_identity("stranger", 2, 0).welcome(request(1)), NEXT) == [HangUp(link=NEXT), joined(10, is_ring=False)]
     assert bench.hear(join(chain=RING_TWO, number=11, is_ring=True)) == [joined(11, is_ring=False)]
 
 
 def test_where_the_first_worker_speaks_another_protocol_the_chain_is_no_ring() -> None:
-    bench = last_worker()
-    bench.hear(join(chain=RING_TWO, is_ring=True))
-    bench.worker.dialled(FIRST, NEXT, bench.now_s)
+    bench = asking_worker()
     refused = Refused(request=request(1), code="protocol", message="upgrade")
     assert bench.hear(refused, NEXT) == [HangUp(link=NEXT), joined(10, is_ring=False)]
 
@@ -73,9 +75,7 @@ def sampled(bench: Bench, step_id: int, num_ahead: int) -> list[Instruction]:
 
 
 def test_where_the_first_worker_cannot_be_reached_the_chain_is_no_ring_and_does_not_go_on_by_itself() -> None:
-    bench = last_worker()
-    bench.hear(join(chain=RING_TWO, is_ring=True))
-    bench.worker.dialled(FIRST, NEXT, bench.now_s)
+    bench = asking_worker()
     assert bench.worker.time_passed(bench.now_s + RING_TIMEOUT_S) == [HangUp(link=NEXT), joined(10, is_ring=False)]
     bench.open()
     [told] = sampled(bench, 1, num_ahead=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,29 +37,12 @@ from langchain_pshard.core.sampling import SamplingParams
 from langchain_pshard.pipeline.instructions import Deliver, Dial, Instruction, Send
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.session import Session
-from langchain_pshard.pipeline.stream import Delivery, StreamRequest
+from langchain_pshard.pipeline.stream import StreamRequest
+from tests.support.caller import Caller
 from tests.unit.test_chain import A, B, welcome
 from tests.unit.test_stream import EOS, VOCAB, fake_next, plain
 
 PROMPT = (1, 2, 3)
-
-
-@dataclass
-class Caller:
-    """What one caller was told."""
-
-    tokens: list[int] = field(default_factory=list)
-    ends: list[object] = field(default_factory=list)
-
-    def take(self, item: Delivery | PShardError) -> bool:
-        assert not self.ends, "something came after the end"
-        if isinstance(item, PShardError):
-            self.ends.append(item)
-            return True
-        self.tokens += item.tokens
-        if item.finish_reason is not None:
-            self.ends.append(item.finish_reason)
-        return True
 
 
 class Fleet:

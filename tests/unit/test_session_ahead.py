@@ -20,8 +20,9 @@ from langchain_pshard.core.messages import (
     StreamFailure,
     StreamId,
 )
+from tests.support.caller import Caller
 from tests.unit.test_chain import A, B
-from tests.unit.test_session import Caller, Fleet, expected
+from tests.unit.test_session import Fleet, expected
 from tests.unit.test_stream import EOS
 
 

@@ -26,8 +26,9 @@ from langchain_pshard.pipeline.model_drafts import MAX_WAIT_S
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.session import Session
 from langchain_pshard.pipeline.stream import StreamRequest
+from tests.support.caller import Caller
 from tests.unit.test_chain import A, B, C, drafting
-from tests.unit.test_session import Caller, Fleet
+from tests.unit.test_session import Fleet
 from tests.unit.test_stream import VOCAB, fake_next, plain
 
 
