@@ -219,13 +219,13 @@ def test_each_stream_has_a_model_of_its_own_where_requests_share_state(tiny_bund
     texts = [text(50, seed) for seed in range(3)]
     seen: list[list[Logits]] = []
     compiled: list[int] = []
-    compile_once = StageModel.compile
+    compile_once = StageModel.compile_layers
 
-    def counted(stage: StageModel, model: object) -> object:
+    def counted(stage: StageModel) -> object:
         compiled.append(1)
-        return compile_once(stage, model)
+        return compile_once(stage)
 
-    monkeypatch.setattr(StageModel, "compile", counted)
+    monkeypatch.setattr(StageModel, "compile_layers", counted)
     for devices, num_compiled in ((frozenset(), 1), (frozenset({"CPU"}), 3)):
         monkeypatch.setattr(stateful, "SHARED_STATE_DEVICES", devices)
         compiled.clear()

@@ -10,21 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 import psutil
-from openvino import opset13
 
 from langchain_pshard.core.codec import NUMPY_DTYPES, Tensor
-from langchain_pshard.core.errors import BundleError, CapacityError, InferenceError, InvalidOptionError
+from langchain_pshard.core.errors import CapacityError, InferenceError, InvalidOptionError
 from langchain_pshard.core.kv import widest_window
 from langchain_pshard.core.numerics import DType, Numerics
 
-SAMPLED_ROWS = "sampled_rows"
-"""Input of a last stage, i32 [n]: which rows of the batch the head computes logits for."""
-
 OV_TYPES: Mapping[DType, Any] = {DType.F32: ov.Type.f32, DType.BF16: ov.Type.bf16}
 KV_TYPES: Mapping[str, Any] = {"f32": ov.Type.f32, "f16": ov.Type.f16, "u8": ov.Type.u8}
-
-_AFTER_HEAD = frozenset({"Convert", "Multiply", "Divide", "Tanh"})
-"""What may stand between the head's matrix product and the output: casts, Granite's scale, Gemma's soft-cap."""
 
 
 class Port(NamedTuple):
@@ -42,6 +35,9 @@ class StageModel:
     model: Any  # ov.Model
     core: Any  # ov.Core
     properties: Mapping[str, Any]
+    """To compile the layers with."""
+    head_properties: Mapping[str, Any]
+    """To compile the head with."""
     numerics: Numerics
     stage_name: str
     """For messages."""
@@ -65,52 +61,34 @@ class StageModel:
         return None if widest is None else widest + self.num_taken_back
 
     def empty_output(self, num_rows: int) -> tuple[npt.NDArray[Any], Any]:
-        """Memory for the output of a step, [num_rows, vocab or hidden], and its type."""
-        if self.is_last:
-            return np.empty((num_rows, self.vocab_size), dtype=np.float32), ov.Type.f32
+        """Memory for the hidden states that the layers put out, [num_rows, hidden], and its type."""
         boundary = self.numerics.boundary
         return np.empty((num_rows, self.hidden_size), dtype=NUMPY_DTYPES[boundary]), OV_TYPES[boundary]
 
-    def compile(self, model: Any) -> Any:
+    def compile_layers(self) -> Any:
         """Compile the stage's model in the form a runner gave it.
 
         Raises:
             InvalidOptionError: the device refuses the model with these options.
         """
+        return self._compile(self.model, self.properties)
+
+    def compile_head(self, head: Any) -> Any:
+        """Compile the head of this stage's model.
+
+        Raises:
+            InvalidOptionError: the device refuses it with these options.
+        """
+        return self._compile(head, self.head_properties)
+
+    def _compile(self, model: Any, properties: Mapping[str, Any]) -> Any:
         try:
-            return self.core.compile_model(model, self.numerics.device, dict(self.properties))
+            return self.core.compile_model(model, self.numerics.device, dict(properties))
         except RuntimeError as error:
             raise InvalidOptionError(
                 f"{self.stage_name} cannot be compiled for {self.numerics.device} by the {self.numerics.runner} runner with"
-                f" {dict(self.properties)}: {_last_line(error)}"
+                f" {dict(properties)}: {_last_line(error)}"
             ) from error
-
-
-def gather_sampled_rows(model: Any, *, axis: int) -> None:
-    """Let a last stage compute logits only for the rows named by the input `SAMPLED_ROWS`.
-
-    A prefill chunk of 256 tokens would otherwise compute 256 rows of a vocabulary to use at most one. The rows are picked in front of the
-    head's matrix product, which treats every row alone: the logits that remain are the same bits.
-
-    Args:
-        model: changed in place.
-        axis: the axis of tokens, 0 in a paged graph and 1 in a stateful one.
-
-    Raises:
-        BundleError: the graph does not end in a matrix product.
-    """
-    result = model.get_results()[0]
-    node = result.input_value(0).get_node()
-    while node.get_type_name() in _AFTER_HEAD:
-        node = node.input_value(0).get_node()
-    if node.get_type_name() != "MatMul":
-        raise BundleError(f"the last stage ends in {node.get_type_name()}, not in the head's matrix product: export the model again")
-    rows = opset13.parameter([-1], dtype=np.int32, name=SAMPLED_ROWS)
-    rows.output(0).get_tensor().set_names({SAMPLED_ROWS})
-    picked = opset13.gather(node.input_value(0), rows, opset13.constant(axis, dtype=np.int64))
-    node.input(0).replace_source_output(picked.output(0))
-    model.add_parameters([rows])
-    model.validate_nodes_and_infer_types()
 
 
 def share(array: npt.NDArray[Any], element_type: Any) -> Any:

@@ -29,16 +29,15 @@ from workers.runners.captures import Capture, Captures
 from workers.runners.engine import (
     KV_TYPES,
     OV_TYPES,
-    SAMPLED_ROWS,
     Port,
     StageModel,
     aligned,
     check_memory,
-    gather_sampled_rows,
     infer,
     input_indices,
     share,
 )
+from workers.runners.lm_head import LmHead
 from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
 
 Int64s = npt.NDArray[np.int64]
@@ -136,9 +135,8 @@ class StatefulRunner:
             CapacityError: the machine has less memory available than the KV budget.
         """
         self._stage = stage
-        if stage.is_last:
-            gather_sampled_rows(stage.model, axis=1)
-        self._compiled = stage.compile(stage.model)
+        self._head = LmHead(stage) if stage.is_last else None
+        self._compiled = stage.compile_layers()
         self._inputs = input_indices(self._compiled)
         self._beam_idx = np.zeros(1, dtype=np.int32)  # one sequence per request: the only valid row is 0
         self._streams: dict[StreamKey, _Stream] = {}
@@ -203,7 +201,7 @@ class StatefulRunner:
         if self._spare_requests:
             return self._spare_requests.pop()
         try:
-            return self._stage.compile(self._stage.model).create_infer_request()
+            return self._stage.compile_layers().create_infer_request()
         except InvalidOptionError as error:  # it could be compiled before: what lacks is room
             raise CapacityError(
                 f"{self._stage.stage_name} has no room for one stream more, which needs a model of its own: {error}"
@@ -218,16 +216,18 @@ class StatefulRunner:
             self._spare_requests.append(stream.request)
 
     def run(self, slices: Sequence[RunSlice], hidden: Tensor | None) -> Tensor | Logits:
-        pieces: list[Any] = []
+        outputs: list[npt.NDArray[Any]] = []
+        sampled: list[int] = []
         begin = 0
         for piece in slices:
             end = begin + len(piece.tokens)
-            pieces.append(self._run_one(piece, None if hidden is None else hidden[begin:end]))
+            outputs.append(self._run_one(piece, None if hidden is None else hidden[begin:end]))
+            sampled.extend(range(end - piece.num_sampled, end))
             begin = end
-        joined: Tensor | Logits = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return joined
+        joined = outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
+        return joined if self._head is None else self._head.logits(joined, np.array(sampled, dtype=np.int32))
 
-    def _run_one(self, piece: RunSlice, hidden: Tensor | None) -> Tensor | Logits:
+    def _run_one(self, piece: RunSlice, hidden: Tensor | None) -> npt.NDArray[Any]:
         stream = self._streams[piece.key]
         count = len(piece.tokens)
         if stream.found is not None:
@@ -238,8 +238,7 @@ class StatefulRunner:
             stream.slot_map.compact()
         elif stream.slot_map.needs_compaction(count):
             self._keep(stream, stream.slot_map.compact())
-        num_rows = max(1, piece.num_sampled) if self._stage.is_last else count
-        output, element_type = self._stage.empty_output(num_rows)
+        output, element_type = self._stage.empty_output(count)
         num_before = stream.slot_map.num_slots
         mask = stream.slot_map.append(count)
         try:
@@ -249,7 +248,7 @@ class StatefulRunner:
             self._keep(stream, range(num_before))
             raise
         self._wrote(stream, piece)
-        return output[: piece.num_sampled] if self._stage.is_last else output
+        return output
 
     def _step_inputs(self, piece: RunSlice, mask: Int64s, hidden: Tensor | None) -> list[Port]:
         at = self._inputs
@@ -265,10 +264,6 @@ class StatefulRunner:
             Port(at["position_ids"], np.arange(piece.start, piece.start + count, dtype=np.int64)[None], ov.Type.i64),
             Port(at["beam_idx"], self._beam_idx, ov.Type.i32),
         ]
-        if self._stage.is_last:
-            # An inference cannot have no row: without one to sample, the last stands in and is not returned.
-            rows = np.arange(count - max(piece.num_sampled, 1), count, dtype=np.int32)
-            inputs.append(Port(at[SAMPLED_ROWS], rows, ov.Type.i32))
         return inputs
 
     def _resume(self, stream: _Stream, found: Capture, start: int) -> None:
@@ -317,4 +312,4 @@ class StatefulRunner:
         self._streams.clear()
         self._spare_requests.clear()
         self._captures.shrink(0)
-        self._compiled = None
+        self._compiled = self._head = None
