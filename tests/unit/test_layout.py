@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from langchain_pshard.core.kv import BLOCK_TOKENS, num_blocks_for
 from langchain_pshard.core.messages import ClientId, SliceKind, StreamId
 from workers.blocks import BlockTable
-from workers.runners.layout import Layout, lay_out
+from workers.runners.layout import ARRAYS, Layout, lay_out
 from workers.runners.runner import RunSlice, StreamKey
 
 FIELDS = (
@@ -99,6 +99,6 @@ def test_a_layout_takes_the_memory_of_the_last_one_where_it_fits() -> None:
     layout, unset = mine.over(old)
     assert unset == ("block_indices",)  # position 40 is in a second block
     assert as_lists(layout) == expected
-    assert all((getattr(layout, name) is getattr(old, name)) == (name not in unset) for name in FIELDS)
+    assert all((getattr(layout, name) is getattr(old, name)) == (name not in unset) for name in ARRAYS)
     assert layout.move([piece(3, 41, [9], SliceKind.ROWS), piece(2, 11, [9], SliceKind.ROWS)], [third, second])
     assert old.position_ids.tolist() == [41, 11]

@@ -79,7 +79,7 @@ class Layout:
         return True
 
 
-ARRAYS = tuple(field.name for field in fields(Layout) if field.name != "signature")
+ARRAYS = tuple(field.name for field in fields(Layout) if field.name not in ("sampled_rows", "signature"))
 """What a request reads of a layout."""
 
 
