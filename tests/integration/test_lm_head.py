@@ -21,8 +21,7 @@ from langchain_pshard.core.yardstick import fast_properties
 from tests.support.bundles import TinyBundle
 from tests.support.runners import piece, running_chain
 from tests.unit.test_bundle import a_manifest
-from workers.runners import lm_head
-from workers.runners.engine import StageModel
+from workers.runners.engine import Request, StageModel
 from workers.runners.lm_head import LmHead, cut_off
 from workers.shard import Settings, head_activation_group_size
 
@@ -103,7 +102,7 @@ def test_rows_are_picked_in_any_order_and_none_costs_nothing(rng: np.random.Gene
     every = head.logits(hidden, all_of(hidden)).copy()
     for rows in ([3], [9], [0, 9], [9, 0], [2, 4, 6], list(range(10)), [1]):
         assert np.array_equal(head.logits(hidden, np.array(rows, dtype=np.int32)), every[rows])
-    monkeypatch.setattr(lm_head, "infer_in_place", None)
+    monkeypatch.setattr(Request, "infer", None)
     assert head.logits(hidden, np.zeros(0, dtype=np.int32)).shape == (0, VOCAB)
 
 

@@ -15,7 +15,7 @@ import openvino as ov
 from openvino import opset13
 
 from langchain_pshard.core.errors import BundleError
-from workers.runners.engine import Port, StageModel, infer_in_place
+from workers.runners.engine import Port, Request, StageModel
 from workers.runners.runner import Logits
 
 _AFTER_HEAD = frozenset({"Convert", "Multiply", "Divide", "Tanh"})
@@ -33,7 +33,7 @@ class LmHead:
             InvalidOptionError: the device refuses the head.
         """
         self._stage = stage
-        self._request = stage.compile_head(cut_off(stage.model)).create_infer_request()
+        self._request = Request(stage.compile_head(cut_off(stage.model)), stage.stage_name)
         self._rows: npt.NDArray[np.float32] = np.zeros((0, stage.hidden_size), dtype=np.float32)  # what the request reads
 
     def logits(self, hidden: npt.NDArray[np.float32], rows: npt.NDArray[np.int32]) -> Logits:
@@ -57,8 +57,7 @@ class LmHead:
         else:
             self._rows = hidden[rows]
             inputs.append(Port(0, self._rows[:, None], ov.Type.f32))
-        logits = infer_in_place(self._request, inputs, len(rows), self._stage.stage_name)
-        return logits.reshape(len(rows), self._stage.vocab_size)
+        return self._request.infer(inputs, len(rows))[:, 0]
 
 
 def cut_off(model: Any) -> Any:

@@ -22,12 +22,11 @@ from workers.blocks import BlockPool, BlockTable
 from workers.runners.engine import (
     OV_TYPES,
     Port,
+    Request,
     StageModel,
     aligned,
     check_memory,
-    infer,
     input_indices,
-    share,
 )
 from workers.runners.layout import ARRAYS, Layout, lay_out
 from workers.runners.lm_head import LmHead
@@ -55,13 +54,13 @@ class PagedRunner:
         _transform(stage)
         self._head = LmHead(stage) if stage.is_last else None
         self._compiled = stage.compile_layers()
-        self._request = self._compiled.create_infer_request()
+        self._request: Any = Request(self._compiled, stage.stage_name)
         self._inputs = input_indices(self._compiled)
         self._layout: Layout | None = None  # of the last step, while the request still reads its arrays
         self._hidden: Tensor | None = None  # likewise
         self._pool, self._caches = _allocate(stage, self._compiled)
         for idx, (array, element_type) in self._caches.items():
-            self._request.set_input_tensor(idx, share(array, element_type))
+            self._request.set_input(Port(idx, array, element_type))
 
     @property
     def numerics(self) -> Numerics:
@@ -113,9 +112,8 @@ class PagedRunner:
         return output
 
     def _infer(self, inputs: Sequence[Port], layout: Layout) -> Tensor | Logits:
-        output, element_type = self._stage.empty_output(len(layout.tokens))
-        infer(self._request, inputs, Port(0, output[:, None], element_type), self._stage.stage_name)
-        return output if self._head is None else self._head.logits(output, layout.sampled_rows)
+        hidden = self._request.infer(inputs, len(layout.tokens))[:, 0]
+        return hidden.copy() if self._head is None else self._head.logits(hidden, layout.sampled_rows)
 
     def _copy_block(self, source: int, target: int) -> None:
         for array, _ in self._caches.values():

@@ -30,10 +30,10 @@ from workers.runners.engine import (
     KV_TYPES,
     OV_TYPES,
     Port,
+    Request,
     StageModel,
     aligned,
     check_memory,
-    infer,
     input_indices,
     share,
 )
@@ -112,7 +112,7 @@ class SlotMap:
 
 @dataclass(slots=True, kw_only=True)
 class _Stream:
-    request: Any  # ov.InferRequest; its state holds slot_map.num_slots slots
+    request: Request  # its state holds slot_map.num_slots slots
     slot_map: SlotMap
     prompt: TokenArray  # empty when it shares nothing
     num_prefilled: int = 0
@@ -143,7 +143,7 @@ class StatefulRunner:
         self._captures = Captures()
         self._has_shared_state = stage.numerics.device.split(".")[0] in SHARED_STATE_DEVICES
         # Each of a compiled model of its own; kept when a stream ends, since compiling takes as long as loading.
-        self._spare_requests = [self._compiled.create_infer_request()] if self._has_shared_state else []
+        self._spare_requests = [Request(self._compiled, stage.stage_name)] if self._has_shared_state else []
         kv_type = KV_TYPES[stage.numerics.kv_precision]
         self._token_bytes = int(2 * len(stage.windows) * stage.num_kv_heads * stage.head_dim * kv_type.size * _SLACK)
         self._capacity = stage.kv_memory_bytes // self._token_bytes
@@ -195,13 +195,13 @@ class StatefulRunner:
         """KV memory that no stream has set aside. What a stream was opened on is its own until its first slice, whose memory it takes."""
         return self._stage.kv_memory_bytes - self.kv_used_tokens * self._token_bytes
 
-    def _new_request(self) -> Any:
+    def _new_request(self) -> Request:
         if not self._has_shared_state:
-            return self._compiled.create_infer_request()
+            return Request(self._compiled, self._stage.stage_name)
         if self._spare_requests:
             return self._spare_requests.pop()
         try:
-            return self._stage.compile_layers().create_infer_request()
+            return Request(self._stage.compile_layers(), self._stage.stage_name)
         except InvalidOptionError as error:  # it could be compiled before: what lacks is room
             raise CapacityError(
                 f"{self._stage.stage_name} has no room for one stream more, which needs a model of its own: {error}"
@@ -234,7 +234,7 @@ class StatefulRunner:
             self._resume(stream, stream.found, piece.start)
         stream.slot_map.rewind(piece.start)
         if piece.start == 0:
-            stream.request.reset_state()
+            stream.request.native.reset_state()
             stream.slot_map.compact()
         elif stream.slot_map.needs_compaction(count):
             self._keep(stream, stream.slot_map.compact())
@@ -242,7 +242,7 @@ class StatefulRunner:
         num_before = stream.slot_map.num_slots
         mask = stream.slot_map.append(count)
         try:
-            infer(stream.request, self._step_inputs(piece, mask, hidden), Port(0, output[None], element_type), self._stage.stage_name)
+            stream.request.infer_into(self._step_inputs(piece, mask, hidden), Port(0, output[None], element_type))
         except InferenceError:
             stream.slot_map.take_back(piece.start, num_before)
             self._keep(stream, range(num_before))
@@ -269,7 +269,7 @@ class StatefulRunner:
     def _resume(self, stream: _Stream, found: Capture, start: int) -> None:
         """Begin on a copy of the first `start` positions: what this stage found may be more than the others did."""
         try:
-            for variable in stream.request.query_state() if start else ():
+            for variable in stream.request.native.query_state() if start else ():
                 kept = np.ascontiguousarray(found.states[variable.name][:, :, :start])
                 variable.state = share(kept, variable.state.element_type)
         except RuntimeError as error:
@@ -292,7 +292,7 @@ class StatefulRunner:
     def _capture(self, stream: _Stream) -> None:
         slots = stream.slot_map.slots
         try:
-            states = {variable.name: variable.state.data[:, :, slots] for variable in stream.request.query_state()}  # copies
+            states = {variable.name: variable.state.data[:, :, slots] for variable in stream.request.native.query_state()}  # copies
         except RuntimeError as error:
             raise InferenceError(f"{self._stage.stage_name} cannot read the KV of a stream: {error}") from error
         self._captures.add(Capture(prompt=stream.prompt, states=states))
@@ -301,7 +301,7 @@ class StatefulRunner:
     def _keep(self, stream: _Stream, slots: Sequence[int]) -> None:
         """Move these slots of every layer's state to its front, and drop the others."""
         try:
-            for variable in stream.request.query_state():
+            for variable in stream.request.native.query_state():
                 state = variable.state  # [1, kv_heads, slots, head_dim]
                 kept = np.ascontiguousarray(state.data[:, :, slots])
                 variable.state = share(kept, state.element_type)
