@@ -139,9 +139,11 @@ def test_a_head_that_fails_says_so_and_goes_on(rng: np.random.Generator) -> None
     head = LmHead(a_stage(ending_in_head(random(rng, VOCAB, 64)), 64))
     hidden = random(rng, 4, 64)
     expected = head.logits(hidden, all_of(hidden)).copy()
-    with pytest.raises(InferenceError, match="stage 0 failed to infer"):
-        head.logits(random(rng, 4, 65), np.array([0, 1], dtype=np.int32))
-    assert np.array_equal(head.logits(hidden, all_of(hidden)), expected)
+    for rows in ([0, 1], [0, 1], [0, 1, 2, 3]):
+        with pytest.raises(InferenceError, match="stage 0 failed to infer"):
+            head.logits(random(rng, 5, 65)[: len(rows) + 1], np.array([*rows, len(rows)], dtype=np.int32))
+    for num_rows in (2, 3, 4):
+        assert np.array_equal(head.logits(hidden[:num_rows], all_of(hidden[:num_rows])), expected[:num_rows])
 
 
 @pytest.mark.parametrize("runner", ["paged", "stateful"])

@@ -51,13 +51,13 @@ class LmHead:
         """
         if not len(rows):  # of all chunks of a prompt but its last
             return np.zeros((0, self._stage.vocab_size), dtype=np.float32)
-        inputs: list[Port] = []
         if len(rows) == len(self._rows):
             np.take(hidden, rows, axis=0, out=self._rows)  # quicker than setting an input
-        else:
-            self._rows = hidden[rows]
-            inputs.append(Port(0, self._rows[:, None], ov.Type.f32))
-        return self._request.infer(inputs, len(rows))[:, 0]
+            return self._request.infer([], len(rows))[:, 0]
+        taken, self._rows = hidden[rows], self._rows[:0]  # nothing, until it is certain what the request reads
+        logits = self._request.infer([Port(0, taken[:, None], ov.Type.f32)], len(rows))
+        self._rows = taken
+        return logits[:, 0]
 
 
 def cut_off(model: Any) -> Any:
