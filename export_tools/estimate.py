@@ -36,5 +36,6 @@ def profile_of_source(source: str, weights: WeightMode) -> ModelProfile:
         ends=modes.head,
         hidden_size=found.shape.hidden_size,
         kv_values=2 * found.shape.num_kv_heads * found.shape.head_dim,
+        vocab_size=found.shape.vocab_size,
         windows=passed_windows(found.shape.attention_windows, found.shape.runners),
     )

@@ -63,6 +63,8 @@ class ModelProfile:
     """One token's hidden state, as it travels between stages."""
     kv_layer_bytes: int
     """KV of one position in one layer."""
+    sampling_bytes: int
+    """What the last stage's worker takes beside its weights, to hold logits and to enforce grammars."""
     windows: tuple[int | None, ...]
     """Attention window of each layer whose stage could give KV back; None where a layer sees all, and everywhere without a paged form."""
     is_measured: bool
@@ -120,11 +122,13 @@ class PlannedStage:
     """The part of `hop_ms` during which the link is busy."""
     weight_bytes: int
     kv_bytes: int
+    worker_bytes: int
+    """Of the worker itself."""
     limit: Limit
 
     @property
     def memory_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + WORKER_BYTES
+        return self.weight_bytes + self.kv_bytes + self.worker_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +230,8 @@ class _NodeStages:
         prefill = _spans([part.prefill_ms for part in model.layers], model.embedding.prefill_ms, model.head.prefill_ms) * prefill_scale
         self.weight_bytes = _spans([part.num_bytes for part in model.layers], model.embedding.num_bytes, model.head.num_bytes)
         self.kv_bytes = kv_bytes
-        self.fits = self.weight_bytes + self.kv_bytes + WORKER_BYTES <= node.memory_bytes
+        self.worker_bytes = WORKER_BYTES + _spans([0.0] * len(model.layers), 0.0, model.sampling_bytes)
+        self.fits = self.weight_bytes + self.kv_bytes + self.worker_bytes <= node.memory_bytes
         self.decode_ms = np.where(self.fits, decode, np.inf)
         self.prefill_ms = prefill
 
@@ -352,6 +357,7 @@ def _planned(stages: _NodeStages, links: _Links, span: LayerSpan, node_idx: int,
         transfer_ms=0.0 if next_idx is None else float(links.transfer_ms[node_idx, next_idx]),
         weight_bytes=int(stages.weight_bytes[at]),
         kv_bytes=int(stages.kv_bytes[at]),
+        worker_bytes=int(stages.worker_bytes[at]),
         limit=limit,
     )
 
@@ -375,7 +381,8 @@ def _too_small(model: ModelProfile, nodes: Sequence[Node], context_tokens: int, 
     offered = ", ".join(f"{node.name} {_gib(node.memory_bytes)}" for node in nodes)
     return (
         f"the fleet cannot hold {model.name}: its weights need {_gib(weights)}, the KV of {context_tokens} tokens at least {_gib(kv)}, each"
-        f" worker {_gib(WORKER_BYTES)}; the nodes offer {_gib(sum(node.memory_bytes for node in nodes))} ({offered}), in whole layers:"
+        f" worker {_gib(WORKER_BYTES)}, the last one {_gib(model.sampling_bytes)} more;"
+        f" the nodes offer {_gib(sum(node.memory_bytes for node in nodes))} ({offered}), in whole layers:"
         " add memory or nodes, lower --context, or use a smaller weight mode"
     )
 

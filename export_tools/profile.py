@@ -14,6 +14,8 @@ from langchain_pshard.core.yardstick import REFERENCE_DECODE_MS, REFERENCE_PREFI
 
 _HIDDEN_VALUE_BYTES = 4  # float32 on the wire
 _KV_VALUE_BYTES = 2  # f16 under `fast`
+_SAMPLING_BYTES = 2048
+"""For each word: the tokenizer by which a last stage enforces grammars takes 1.4 KiB (Gemma's, 262,144 words), logits 4 bytes a row."""
 
 
 def profile_of_manifest(manifest: Manifest) -> ModelProfile:
@@ -30,6 +32,7 @@ def profile_of_manifest(manifest: Manifest) -> ModelProfile:
             ends=manifest.head_mode,
             hidden_size=manifest.hidden_size,
             kv_values=2 * manifest.num_kv_heads * manifest.head_dim,
+            vocab_size=manifest.vocab_size,
             windows=passed_windows(manifest.attention_windows, manifest.runners),
         )
     return ModelProfile(
@@ -40,6 +43,7 @@ def profile_of_manifest(manifest: Manifest) -> ModelProfile:
         step_ms=costs.step_ms * costs.machine.decode,
         hidden_bytes=manifest.hidden_size * _HIDDEN_VALUE_BYTES,
         kv_layer_bytes=2 * manifest.num_kv_heads * manifest.head_dim * _KV_VALUE_BYTES,
+        sampling_bytes=manifest.vocab_size * _SAMPLING_BYTES,
         windows=passed_windows(manifest.attention_windows, manifest.runners),
         is_measured=True,
     )
@@ -60,6 +64,7 @@ def estimated_profile(
     ends: WeightMode,
     hidden_size: int,
     kv_values: int,
+    vocab_size: int,
     windows: Sequence[int | None],
 ) -> ModelProfile:
     """A profile from stored bytes alone. Pure.
@@ -70,6 +75,7 @@ def estimated_profile(
         weights, ends: modes of the layers and of embedding and head.
         hidden_size: values of a hidden state.
         kv_values: values of KV that one position takes in one layer.
+        vocab_size: words of the vocabulary.
         windows: of each layer, from `passed_windows`.
     """
     return ModelProfile(
@@ -80,6 +86,7 @@ def estimated_profile(
         step_ms=0.0,
         hidden_bytes=hidden_size * _HIDDEN_VALUE_BYTES,
         kv_layer_bytes=kv_values * _KV_VALUE_BYTES,
+        sampling_bytes=vocab_size * _SAMPLING_BYTES,
         windows=tuple(windows),
         is_measured=False,
     )

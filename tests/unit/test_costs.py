@@ -165,9 +165,11 @@ def test_an_estimate_counts_bytes() -> None:
         ends=WeightMode.INT8,
         hidden_size=64,
         kv_values=64,
+        vocab_size=1000,
         windows=[8],
     )
     assert profile.windows == (8,)
+    assert profile.sampling_bytes == 2_048_000
     assert not profile.is_measured
     assert profile.layers[0].decode_ms == pytest.approx(REFERENCE_DECODE_MS)
     assert profile.head.decode_ms == pytest.approx(2 * REFERENCE_DECODE_MS)

@@ -42,6 +42,7 @@ def profile(layers: list[PartCost], *, head: PartCost, embedding: PartCost | Non
         step_ms=0.1,
         hidden_bytes=4096,
         kv_layer_bytes=1024,
+        sampling_bytes=0,
         windows=(None,) * len(layers),
         is_measured=True,
     )
@@ -83,7 +84,7 @@ def stage_ms(model: ModelProfile, where: Node, span: LayerSpan, context: int, st
     parts += [model.embedding] if span.start == 0 else []
     parts += [model.head] if span.end == len(model.layers) else []
     kv = span.num_layers * kv_positions(model, span, context, streams) * model.kv_layer_bytes
-    needed = sum(each.num_bytes for each in parts) + kv + WORKER_BYTES
+    needed = sum(each.num_bytes for each in parts) + kv + WORKER_BYTES + (model.sampling_bytes if span.end == len(model.layers) else 0)
     if needed > where.memory_bytes:
         return None
     return (model.step_ms + sum(each.decode_ms for each in parts)) / where.decode_speed
@@ -118,7 +119,8 @@ def random_case(seed: int) -> tuple[ModelProfile, list[Node], int, int | None]:
         for idx in range(rng.randint(1, 4))
     ]
     context = rng.choice([0, 1000, 50_000])
-    model = replace(model, windows=tuple(rng.choice([None, 64, 64, 4096]) for _ in layers))
+    windows = tuple(rng.choice([None, 64, 64, 4096]) for _ in layers)
+    model = replace(model, windows=windows, sampling_bytes=rng.choice([0, 50 * MIB, 200 * MIB]))
     return model, nodes, context, rng.choice([None, 1, 4])
 
 
