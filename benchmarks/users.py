@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
@@ -66,7 +66,13 @@ def run_two(console: Console) -> Report:
         }
         ours, theirs = taking_turns(progress, sides)
     return _report(
-        "users2", "two users against one, two workers on one core each", ours, theirs, at_least=1.85, settings={"users": "2 against 1"}
+        "users2",
+        "two users against one, two workers on one core each",
+        ours,
+        theirs,
+        beside={},
+        at_least=1.85,
+        settings={"users": "2 against 1"},
     )
 
 
@@ -114,6 +120,7 @@ def _against_genai(
         f"{MANY} users on two workers, one core each, against {num_their_users} of openvino_genai on {num_their_cores}",
         ours,
         *theirs,
+        beside={"ratio_with_drafts": drafting},
         at_least=at_least,
         settings={
             "users": f"{MANY} against {num_their_users}",
@@ -121,7 +128,6 @@ def _against_genai(
             "peer's threads": num_their_cores,
             "our numerics": "fast",
         },
-        drafting=drafting,
     )
 
 
@@ -143,10 +149,11 @@ def _report(
     question: str,
     ours: Samples,
     *theirs: Samples,
+    beside: Mapping[str, Samples],
     at_least: float,
     settings: dict[str, object],
-    drafting: Samples | None = None,
 ) -> Report:
+    """Ours against the better of theirs. Sides `beside` ours are told under the keys of their figures, and have no bound."""
     better = max(theirs, key=lambda samples: samples.median)
     pairs = tuple(our / their for our, their in zip(ours.values, better.values, strict=True))
     return Report(
@@ -154,8 +161,8 @@ def _report(
         question=question,
         figures=(
             Figure(key="ratio", value=ours.median / better.median, at_least=at_least),
-            *([Figure(key="ratio_with_drafts", value=drafting.median / better.median)] if drafting else []),
+            *(Figure(key=key, value=samples.median / better.median) for key, samples in beside.items()),
         ),
-        samples=(ours, *([drafting] if drafting else []), *theirs, Samples(name="ratio of neighbours", unit="", values=pairs)),
+        samples=(ours, *beside.values(), *theirs, Samples(name="ratio of neighbours", unit="", values=pairs)),
         settings=settings_of(LAYERS, tokens=NUM_TOKENS, against=better.name, **settings),
     )

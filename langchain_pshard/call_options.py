@@ -15,6 +15,7 @@ from langchain_pshard.pipeline.generation import Draft, GenerationParams, Prefix
 from langchain_pshard.tools import as_choice, as_response_format, as_tools
 
 _SEED_BITS = 31
+_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens", "prefix_cache")
 
 
 class CallOptions(BaseModel):
@@ -104,6 +105,13 @@ class CallOptions(BaseModel):
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors())
             raise InvalidOptionError(wrong) from error
+
+    def text_options(self) -> dict[str, Any]:
+        """Those that the text of a call depends on, by name: a cache of answers tells calls apart by them."""
+        options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in _TEXT_DOES_NOT_DEPEND_ON}
+        if self.prefix_cache == "all":  # the one value that is not exact
+            options["prefix_cache"] = self.prefix_cache
+        return options
 
     def generation_params(
         self, *, template_stop: tuple[str, ...] = (), grammar: Grammar | None = None, marks: tuple[str, ...] = ()

@@ -38,7 +38,6 @@ from langchain_pshard.tools import as_choice, as_tools
 
 _VERSION = software_version()
 _MAX_BATCH_THREADS = 256
-_TEXT_DOES_NOT_DEPEND_ON = ("timeout", "max_retries", "draft", "draft_tokens", "prefix_cache")
 _LOCAL_ONLY = {"runner": None, "numerics": "fast", "kv_memory": None, "kv_precision": None, "threads": None}
 
 
@@ -302,15 +301,12 @@ class ChatPShard(CallOptions, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         fleet = {"bundle": str(self.bundle)} if self.bundle is not None else {"workers": sorted(self.workers or ())}
-        options = {name: getattr(self, name) for name in CallOptions.model_fields if name not in _TEXT_DOES_NOT_DEPEND_ON}
-        if self.prefix_cache == "all":  # the one value that is not exact
-            options["prefix_cache"] = self.prefix_cache
         return {
             "model_name": self.model_name,
             "fingerprint": self._fingerprint(),
             **fleet,
             **{name: getattr(self, name) for name in ("runner", "numerics", "kv_precision")},
-            **options,
+            **self.text_options(),
         }
 
     @classmethod

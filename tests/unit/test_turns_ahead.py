@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,91 +10,11 @@ import pytest
 from langchain_pshard.core.codec import pack_tokens
 from langchain_pshard.core.errors import InvalidOptionError
 from langchain_pshard.core.grammar import Grammar, GrammarKind
-from langchain_pshard.core.messages import MAX_STEPS_AHEAD, Slice, SliceKind, SliceResult, StageTiming, StepId, StreamId
-from langchain_pshard.core.sampling import SamplingParams
-from langchain_pshard.pipeline.chain import Route
+from langchain_pshard.core.messages import MAX_STEPS_AHEAD, Slice, SliceKind, SliceResult, StepId, StreamId
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.pipeline.prompt_costs import PromptLoad
-from langchain_pshard.pipeline.scheduler import Prefilling, Situation, plan
 from langchain_pshard.pipeline.step_costs import StepCosts
-from langchain_pshard.pipeline.stream import Delivery, Stream, StreamRequest
-from langchain_pshard.pipeline.turns import Turn, Turns
-from tests.unit.test_scheduler import COMPUTE_BOUND, MEMORY_BOUND, ids
-from tests.unit.test_stream import EOS, VOCAB
-
-
-def route(num_stages: int) -> Route:
-    """One worker for each stage."""
-    return Route(num_stages, num_stages + 1, num_stages if num_stages > 1 else 0)
-
-
-TIMINGS = (StageTiming(0, 1000), StageTiming(0, 1000))
-
-
-class Client:
-    """Turns and streams; `land` answers a step as a chain would."""
-
-    def __init__(self, max_steps_ahead: int = 7, *, num_stages: int = 2) -> None:
-        self.turns = Turns(max_draft_tokens=8, max_chunk_tokens=256)
-        self.turns.reset(route(num_stages), max_steps_ahead=max_steps_ahead)
-        self.streams: dict[StreamId, Stream] = {}
-        self.now = 0.0
-        self.num_stages = num_stages
-
-    def add(self, number: int, max_tokens: int = 100, prompt: Sequence[int] = (1, 2, 3), **more: Any) -> Stream:
-        request = StreamRequest(
-            prompt=tuple(prompt), max_tokens=max_tokens, sampling=SamplingParams(), eos_token_ids=frozenset({EOS}), vocab_size=VOCAB,
-            sink=lambda _: True, **more,
-        )  # fmt: skip
-        stream = self.streams[StreamId(number)] = Stream(StreamId(number), request, self.now)
-        return stream
-
-    def decoding(self, number: int, max_tokens: int = 100, *, after_s: float = 0.005, **more: Any) -> Stream:
-        """A stream whose first token is there."""
-        stream = self.add(number, max_tokens, **more)
-        turn = self.turn()
-        assert [piece.stream for piece in turn.slices] == [number]
-        self.land(turn.step_id, after_s=after_s)
-        return stream
-
-    def turn(self) -> Turn:
-        found = self.turns.next_turn(self.streams, self.now)
-        assert found is not None
-        return found
-
-    @property
-    def waits(self) -> bool:
-        return self.turns.next_turn(self.streams, self.now) is None
-
-    def land(self, step_id: int, says: Mapping[int, int] | None = None, *, after_s: float = 0.005) -> dict[int, Delivery]:
-        """A step comes back: token 5 for every stream that `says` nothing of. Streams that end are forgotten."""
-        self.now += after_s
-        landing = self.turns.landed(StepId(step_id), TIMINGS[: self.num_stages], self.now)
-        assert landing is not None
-        told: dict[int, Delivery] = {}
-        for stream_id in landing.streams:
-            result = SliceResult(stream_id, pack_tokens([(says or {}).get(stream_id, 5)]))
-            delivery = self.streams[stream_id].apply(result if self.streams[stream_id].num_awaited else None, landing.trip, self.now)
-            if delivery is not None:
-                told[stream_id] = delivery
-                if delivery.finish_reason is not None:
-                    self.end(stream_id)
-        return told
-
-    def end(self, number: int) -> None:
-        """As a cancel does, and every end."""
-        del self.streams[StreamId(number)]
-        self.turns.forget([StreamId(number)])
-
-    @property
-    def in_flight(self) -> list[int]:
-        return sorted(self.turns._flights)
-
-
-def granted(turn: Turn) -> list[tuple[int, int]]:
-    """(stream, steps ahead) of the rows."""
-    return [(piece.stream, piece.num_ahead) for piece in turn.slices if piece.kind is SliceKind.ROWS]
-
+from tests.support.client_turns import EOS, TIMINGS, Client, granted, route
 
 # --- how many --------------------------------------------------------------------------------------------------------
 
@@ -119,8 +39,7 @@ def test_all_streams_of_a_turn_get_what_the_one_with_the_least_left_can_have() -
     client = Client()
     for number, max_tokens in ((1, 100), (2, 5), (3, 50)):
         client.add(number, max_tokens)
-    while not all(stream.is_ready for stream in client.streams.values()):
-        client.land(client.turn().step_id)
+    client.land_prompts()
     assert granted(client.turn()) == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -171,8 +90,7 @@ def test_none_beside_drafts_and_drafts_only_in_steps_of_the_client() -> None:
     client = Client()
     client.add(1)
     client.add(2, drafting=Sure(), num_drafts=2)
-    while not all(stream.is_ready for stream in client.streams.values()):
-        client.land(client.turn().step_id)
+    client.land_prompts()
     turn = client.turn()
     assert [(piece.stream, piece.num_sampled, piece.num_ahead) for piece in turn.slices] == [(1, 1, 0), (2, 3, 0)]
 
@@ -255,72 +173,6 @@ def test_the_option_is_checked(value: int, is_fine: bool) -> None:
         ClientOptions(max_steps_ahead=value)
 
 
-# --- who goes along --------------------------------------------------------------------------------------------------
-
-
-def situation(*ready: int, least_ahead: int = 0, in_flight: int = 0, num_decoding: int = 3, prefilling: int = 0) -> Situation:
-    return Situation(
-        num_in_flight=in_flight,
-        num_decode_in_flight=in_flight,
-        least_ahead=least_ahead,
-        num_decoding=num_decoding,
-        ready=ids(*ready),
-        prefilling=[Prefilling(stream=StreamId(9), begin=0, start=0, num_left=prefilling, max_tokens=256)] if prefilling else [],
-        max_steps_ahead=7,
-    )
-
-
-@pytest.mark.parametrize(("least_ahead", "expected"), [(7, 6), (3, 2), (1, 0), (0, None), (64, 7)])
-def test_a_stream_that_gets_ready_goes_along_for_one_step_less(least_ahead: int, expected: int | None) -> None:
-    found = plan(situation(3, least_ahead=least_ahead, in_flight=1), MEMORY_BOUND)
-    assert (None if found is None else (found.rows, found.max_ahead)) == (None if expected is None else (ids(3), expected))
-
-
-def test_a_group_that_has_its_turn_needs_no_regard() -> None:
-    found = plan(situation(*range(9, 17), least_ahead=0, in_flight=1, num_decoding=16), COMPUTE_BOUND)
-    assert found is not None
-    assert (found.num_groups, found.rows, found.max_ahead) == (2, ids(*range(9, 17)), 7)
-
-
-def test_a_plan_with_a_prompt_grants_none() -> None:
-    found = plan(situation(1, prefilling=400), MEMORY_BOUND)
-    assert found is not None
-    assert found.chunks
-    assert (found.rows, found.max_ahead) == (ids(1), 0)
-
-
-def test_who_goes_along_is_back_first_and_then_all_go_together() -> None:
-    client = Client(3)
-    client.decoding(1)
-    first = client.turn()  # steps 2 to 5
-    assert (first.step_id, granted(first)) == (2, [(1, 3)])
-    client.add(2)
-    prompt = client.turn()
-    client.land(first.step_id)
-    client.land(prompt.step_id)
-    second = client.turn()  # steps 7 and 8, as far as the first still goes
-    assert (second.step_id, granted(second)) == (7, [(2, 1)])
-    for step_id in (3, 7, 4, 8):
-        client.land(step_id)
-        assert client.waits
-    client.land(5)
-    assert granted(client.turn()) == [(1, 3), (2, 3)]
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_one_after_another_goes_along_and_no_prompt_has_to_wait_for_them(num_stages: int) -> None:
-    """Runs that go along with their group count as it does: a new prompt is held up no more than behind a single one."""
-    client = Client(num_stages=num_stages)
-    client.decoding(1)
-    assert granted(client.turn()) == [(1, 7)]
-    for number, expected in ((2, 6), (3, 5), (4, 4)):
-        client.add(number)
-        prompt = client.turn()
-        assert [(piece.stream, piece.kind) for piece in prompt.slices] == [(number, SliceKind.PREFILL)]
-        client.land(prompt.step_id)
-        assert granted(client.turn()) == [(number, expected)]  # less than any of those that are ahead
-
-
 # --- the books -------------------------------------------------------------------------------------------------------
 
 
@@ -380,8 +232,7 @@ def test_one_of_several_ends_and_the_others_go_on(is_cancelled: bool) -> None:
     client = Client(3)
     for number in (1, 2):
         client.add(number)
-    while not all(stream.is_ready for stream in client.streams.values()):
-        client.land(client.turn().step_id)
+    client.land_prompts()
     turn = client.turn()
     assert granted(turn) == [(1, 3), (2, 3)]
     if is_cancelled:
@@ -427,8 +278,7 @@ def test_what_rows_cost_is_learned_from_those_that_were_computed(monkeypatch: py
     client = Client(3)
     for number in (1, 2, 3):
         client.add(number)
-    while not all(stream.is_ready for stream in client.streams.values()):
-        client.land(client.turn().step_id)
+    client.land_prompts()
     seen: list[int] = []
     observe = client.turns._costs.observe
 

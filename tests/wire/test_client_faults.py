@@ -14,20 +14,28 @@ from langchain_pshard.pipeline.options import ClientOptions
 from tests.support.fake_fleet import PROMPT, FakeFleet, connect, params, plain_tokens
 
 
-@pytest.mark.parametrize("idx", [0, 1])
-def test_lost_worker_ends_streams_and_a_restarted_one_serves_again(fleet: FakeFleet, client: PipelineClient, idx: int) -> None:
-    fleet.workers[idx].runners[idx].delay_s = 0.01
-    chunks = client.generate(PROMPT, params(400))
-    next(chunks)
-    fleet.workers[idx].stop()
-    began = time.monotonic()
-    with pytest.raises(WorkerLostError, match=f"{fleet.addresses[idx]} \\(stage {idx}\\)"):
-        list(chunks)
-    assert time.monotonic() - began < 1.5
-    assert [worker.is_alive for worker in client.status().workers] == [other != idx for other in range(2)]
-    fleet.restart(idx)
-    assert list(client.complete(PROMPT, params(12)).token_ids) == plain_tokens(PROMPT, 2, 12, ignore_eos=True)
-    assert client.status().is_healthy
+@pytest.mark.parametrize(
+    ("num_stages", "max_steps_ahead", "num_tokens", "idx"), [(2, 7, 1, 0), (2, 7, 1, 1), (3, 64, 10, 0), (3, 64, 10, 1), (3, 64, 10, 2)]
+)
+def test_a_worker_that_dies_in_the_middle_is_named_and_a_restarted_one_serves_again(
+    tmp_path: Path, num_stages: int, max_steps_ahead: int, num_tokens: int, idx: int
+) -> None:
+    with FakeFleet(tmp_path, num_stages, delay_s=0.003) as fleet, connect(fleet, tmp_path, max_steps_ahead=max_steps_ahead) as client:
+        found: list[int] = []
+        chunks = (found.extend(chunk.token_ids) for chunk in client.generate(PROMPT, params(400)))
+        while len(found) < num_tokens:
+            next(chunks)
+        fleet.workers[idx].stop()
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError, match=f"{fleet.addresses[idx]} \\(stage {idx}\\)"):
+            list(chunks)
+        assert time.monotonic() - began < 1.5
+        assert found == plain_tokens(PROMPT, num_stages, len(found), ignore_eos=True)
+        assert [worker.is_alive for worker in client.status().workers] == [other != idx for other in range(num_stages)]
+        fleet.restart(idx)
+        assert list(client.complete(PROMPT, params(30)).token_ids) == plain_tokens(PROMPT, num_stages, 30, ignore_eos=True)
+        assert client.status().is_healthy
+        fleet.wait_until_free()
 
 
 @pytest.mark.parametrize("idx", [0, 1])
