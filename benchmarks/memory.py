@@ -24,7 +24,8 @@ TARGET_RATIO = 1.10
 LAYERS = (16, 2)
 NUM_STREAMS = 16
 NUM_PROMPT_TOKENS = 512
-NUM_TOKENS = 64
+NUM_TOKENS = 160
+"""Enough that the first stream still runs when the last one has its prompt through."""
 _BYTES_PER_VALUE = 2  # f16
 _PARAMS = GenerationParams(max_tokens=NUM_TOKENS, ignore_eos=True, draft=None)
 

@@ -16,7 +16,7 @@ from langchain_pshard.core.grammar import Grammar
 from langchain_pshard.core.messages import SliceKind, SliceResult
 from langchain_pshard.core.sampling import History, SamplingParams, TokenLogprobs, sample, token_logprobs
 from workers.grammar import GrammarCompiler, Matcher
-from workers.runners.runner import NO_TOKENS, Logits, RunSlice, StreamKey, TokenArray
+from workers.runners.runner import NO_TOKENS, NOT_FINITE, Logits, RunSlice, StreamKey, TokenArray
 
 MAX_LOGIT = 1e30
 """No model comes near. Beyond it, and with what is no number at all, penalties and softmax have no meaning."""
@@ -127,10 +127,7 @@ def _check_rows(logits: Logits, highest: Sequence[int], slices: Sequence[RunSlic
             continue
         ends = np.cumsum([piece.num_sampled for piece in slices])
         stream = slices[int(np.searchsorted(ends, row, side="right"))].key.stream
-        raise InferenceError(
-            f"the logits of stream {stream} are not finite (the highest is {top}): the weights are damaged, or a number in the model's"
-            " layers grew out of range; try --numerics exact, or another prompt"
-        )
+        raise InferenceError(f"the logits of stream {stream}, of which the highest is {top}, are {NOT_FINITE}")
 
 
 def _sample_rows(stream: _StreamTokens, piece: RunSlice, logits: Logits, highest: Sequence[int]) -> SliceResult:

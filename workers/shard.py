@@ -120,8 +120,7 @@ def _make_runner(
         )
     core = ov.Core()
     _check_device(core, settings)
-    numerics, properties = _choose_numerics(ov, model.activation_group_size, settings)
-    head_group_size = head_activation_group_size(model) if numerics.dynamic_quantization_group_size else 0
+    numerics, properties = _choose_numerics(ov, model, settings)
 
     from workers.runners.engine import StageModel
     from workers.runners.paged import PagedRunner
@@ -131,7 +130,7 @@ def _make_runner(
         model=_read(core, folder / MODEL_XML),
         core=core,
         properties=MappingProxyType(properties),
-        head_properties=MappingProxyType(properties | {_GROUP_SIZE: head_group_size}),
+        head_properties=MappingProxyType(properties | {_GROUP_SIZE: numerics.head_quantization_group_size}),
         numerics=numerics,
         stage_name=name,
         is_first=span.start == 0,
@@ -194,14 +193,14 @@ def head_activation_group_size(model: Manifest | DraftEntry) -> int:
     return max([size for size in sizes if model.hidden_size % size == 0], default=model.activation_group_size)
 
 
-def _choose_numerics(ov: ModuleType, activation_group_size: int, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
-    """The numerics class and the properties that compile a stage into it."""
+def _choose_numerics(ov: ModuleType, model: Manifest | DraftEntry, settings: Settings) -> tuple[Numerics, dict[str, Any]]:
+    """The numerics class and the properties that compile a stage's layers into it."""
     is_fast = settings.numerics == "fast"
     properties: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "f32",
         "KV_CACHE_PRECISION": settings.kv_precision or ("f16" if is_fast else "f32"),
-        _GROUP_SIZE: activation_group_size if is_fast else 0,
+        _GROUP_SIZE: model.activation_group_size if is_fast else 0,
         "EXECUTION_MODE_HINT": "PERFORMANCE" if is_fast else "ACCURACY",
     }
     if settings.threads is not None:
@@ -216,6 +215,7 @@ def _choose_numerics(ov: ModuleType, activation_group_size: int, settings: Setti
         inference_precision="f32",
         kv_precision=properties["KV_CACHE_PRECISION"],
         dynamic_quantization_group_size=int(properties[_GROUP_SIZE]),
+        head_quantization_group_size=head_activation_group_size(model) if is_fast else 0,
         boundary=DType.F32,
     )
     return numerics, properties

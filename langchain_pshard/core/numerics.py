@@ -35,6 +35,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     inference_precision: str
     kv_precision: str
     dynamic_quantization_group_size: int
-    """0 when activations are not quantized."""
+    """Of the layers; 0 when activations are not quantized."""
+    head_quantization_group_size: int
+    """The same in front of the head."""
     boundary: DType
     """Type in which hidden states leave a stage."""

@@ -62,6 +62,7 @@ def a_stage(model: Any, hidden_size: int, *, threads: int = 1) -> StageModel:
             inference_precision="f32",
             kv_precision="f16",
             dynamic_quantization_group_size=32,
+            head_quantization_group_size=group_size,
             boundary=DType.F32,
         ),
         stage_name="stage 0",
@@ -133,6 +134,19 @@ def test_the_stage_ends_in_what_the_head_takes(rng: np.random.Generator) -> None
     assert list(head.output(0).get_partial_shape())[-1].get_length() == VOCAB
     with pytest.raises(BundleError, match="ends in Relu, not in the head's matrix product: export the model again"):
         cut_off(model)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_what_is_no_finite_number_is_not_made_one(rng: np.random.Generator, number: float) -> None:
+    """Quantizing does: a NaN comes out of the product as any number."""
+    head = LmHead(a_stage(ending_in_head(random(rng, VOCAB, 64)), 64))
+    hidden = random(rng, 3, 64)
+    expected = head.logits(hidden, all_of(hidden)).copy()
+    hidden[1, 40] = number
+    with pytest.raises(InferenceError, match="hidden states at the end of stage 0 are not finite: the weights are damaged"):
+        head.logits(hidden, all_of(hidden))
+    for row in (0, 2):
+        assert np.array_equal(head.logits(hidden, np.array([row], dtype=np.int32))[0], expected[row])
 
 
 def test_a_head_that_fails_says_so_and_goes_on(rng: np.random.Generator) -> None:

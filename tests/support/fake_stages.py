@@ -32,6 +32,7 @@ NUMERICS = Numerics(
     inference_precision="f32",
     kv_precision="f32",
     dynamic_quantization_group_size=0,
+    head_quantization_group_size=0,
     boundary=DType.F32,
 )
 

@@ -20,6 +20,7 @@ NUMERICS = Numerics(
     inference_precision="f32",
     kv_precision="f16",
     dynamic_quantization_group_size=128,
+    head_quantization_group_size=320,
     boundary=DType.F32,
 )
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"

@@ -178,7 +178,7 @@ def test_an_estimate_counts_bytes() -> None:
 
 
 def test_the_yardstick_and_a_worker_compile_alike() -> None:
-    numerics, properties = _choose_numerics(openvino, a_manifest().activation_group_size, Settings(threads=1))
+    numerics, properties = _choose_numerics(openvino, a_manifest(), Settings(threads=1))
     assert numerics.name == "fast"
     assert properties == fast_properties(128, threads=1)
 

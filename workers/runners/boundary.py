@@ -17,7 +17,7 @@ import numpy.typing as npt
 from langchain_pshard.core.codec import Tensor
 from langchain_pshard.core.errors import InferenceError, InvalidOptionError
 from langchain_pshard.core.numerics import DType, Numerics
-from workers.runners.runner import NO_TOKENS, Logits, Runner, RunSlice, StreamKey, TokenArray
+from workers.runners.runner import NO_TOKENS, NOT_FINITE, Logits, Runner, RunSlice, StreamKey, TokenArray
 
 GROUP_SIZE = 16
 """Values that share a scale. A few channels are a hundred times as large as the rest: a scale for a whole row would round those away."""
@@ -81,10 +81,7 @@ def check_finite(hidden: Float32s, slices: Sequence[RunSlice]) -> None:
     """
     if not np.isfinite(hidden).all():
         streams = ", ".join(str(piece.key.stream) for piece in slices)
-        raise InferenceError(
-            f"the hidden states of stream {streams} are not finite: the weights are damaged, or a number in the model's layers grew out of"
-            " range; try --numerics exact, or another prompt"
-        )
+        raise InferenceError(f"the hidden states of stream {streams} are {NOT_FINITE}")
 
 
 class Int8Boundary:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 
-from langchain_pshard.core.errors import BundleError
+from langchain_pshard.core.errors import BundleError, InferenceError
 from workers.runners.engine import Port, Request, StageModel
-from workers.runners.runner import Logits
+from workers.runners.runner import NOT_FINITE, Logits
 
 _AFTER_HEAD = frozenset({"Convert", "Multiply", "Divide", "Tanh"})
 """What may stand between the head's matrix product and the output: casts, Granite's scale, Gemma's soft-cap."""
@@ -47,14 +47,17 @@ class LmHead:
             [n, vocab] in the engine's own memory: the next call overwrites it.
 
         Raises:
-            InferenceError: the engine failed.
+            InferenceError: the engine failed; or a row has what is no finite number, of which a product that quantizes makes one.
         """
         if not len(rows):  # of all chunks of a prompt but its last
             return np.zeros((0, self._stage.vocab_size), dtype=np.float32)
+        taken = hidden[rows]
+        if not np.isfinite(taken).all():
+            raise InferenceError(f"the hidden states at the end of {self._stage.stage_name} are {NOT_FINITE}")
         if len(rows) == len(self._rows):
-            np.take(hidden, rows, axis=0, out=self._rows)  # quicker than setting an input
+            self._rows[...] = taken  # quicker than setting an input
             return self._request.infer([], len(rows))[:, 0]
-        taken, self._rows = hidden[rows], self._rows[:0]  # nothing, until it is certain what the request reads
+        self._rows = taken[:0]  # nothing, until it is certain what the request reads
         logits = self._request.infer([Port(0, taken[:, None], ov.Type.f32)], len(rows))
         self._rows = taken
         return logits[:, 0]

@@ -16,6 +16,10 @@ from langchain_pshard.core.numerics import Numerics
 TokenArray = npt.NDArray[np.int32]
 NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 Logits = npt.NDArray[np.float32]
+NOT_FINITE = (
+    "not finite: the weights are damaged, or a number in the model's layers grew out of range; try --numerics exact, or another prompt"
+)
+"""How errors go on that tell of infinite numbers and of those that are none."""
 
 
 class StreamKey(NamedTuple):
