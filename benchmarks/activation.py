@@ -39,7 +39,7 @@ def logits_of(runners: Sequence[Runner], tokens: Sequence[int]) -> npt.NDArray[n
         hidden: Tensor | None = None
         for runner in runners:
             hidden = runner.run([piece], hidden)
-        parts.append(cast(npt.NDArray[np.float32], hidden))
+        parts.append(cast(npt.NDArray[np.float32], hidden).copy())  # the engine's own memory, gone with the next run
     for runner in runners:
         runner.close_stream(KEY)
     return np.concatenate(parts)

@@ -128,8 +128,8 @@ class Request:
         """Run to the end, of a graph that gives the same when it is run twice; it reads the inputs where they lie.
 
         Returns:
-            The output, [num_rows, ...], in the engine's own memory: the next inference overwrites it. An engine whose shapes are dynamic
-            copies what it computed to any other memory (8 rows of 262,144 logits: 0.5 ms of 10).
+            The output, [num_rows, ...], in the engine's own memory: the next inference overwrites it, or gives it back for more. An engine
+            whose shapes are dynamic copies what it computed to any other memory (8 rows of 262,144 logits: 0.5 ms of 10).
 
         Raises:
             InferenceError: the engine failed.

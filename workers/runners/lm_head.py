@@ -44,7 +44,7 @@ class LmHead:
             rows: [n], which of them.
 
         Returns:
-            [n, vocab] in the engine's own memory: the next call overwrites it.
+            [n, vocab] in the engine's own memory, which is gone with the next call.
 
         Raises:
             InferenceError: the engine failed; or a row has what is no finite number, of which a product that quantizes makes one.

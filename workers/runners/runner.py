@@ -95,7 +95,7 @@ class Runner(Protocol):
 
         Returns:
             [tokens, hidden] in the boundary type, memory of the caller's; or on the last stage the logits [sum of num_sampled, vocab]
-            float32, which the next `run` may overwrite.
+            float32, in memory that is gone with the next `run`.
 
         Raises:
             InferenceError: the engine failed; the state of the slices' streams is undefined from their start on.
