@@ -16,7 +16,7 @@ from export_tools.fleet import load_fleet
 from export_tools.placement import ModelProfile, Plan, Users, plan_fleet
 from export_tools.profile import profile_of_manifest
 from langchain_pshard.core.bundle import MANIFEST_NAME, WeightMode, load_manifest
-from langchain_pshard.core.errors import MissingExtraError, PShardError
+from langchain_pshard.core.errors import InvalidOptionError, MissingExtraError, PShardError
 
 _DEFAULT_CONTEXT_TOKENS = 4096
 _HEAVY_PACKAGES = frozenset({"gguf", "safetensors", "torch", "transformers"})
@@ -50,12 +50,10 @@ _HEAVY_PACKAGES = frozenset({"gguf", "safetensors", "torch", "transformers"})
 @click.option(
     "--weights",
     type=click.Choice([mode.value for mode in WeightMode]),
-    default=WeightMode.INT4.value,
-    show_default=True,
-    help="Weight mode assumed for a MODEL; a BUNDLE has its own.",
+    help="Weight mode of a MODEL; a BUNDLE has its own.  [default: int4]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
-def plan(model: str, fleet: Path, users: str, context: int, streams: int | None, weights: str, as_json: bool) -> None:
+def plan(model: str, fleet: Path, users: str, context: int, streams: int | None, weights: str | None, as_json: bool) -> None:
     """Find the layers and the order of the nodes of a fleet that serve MODEL (or the model of a BUNDLE) best.
 
     A bundle exported on any machine holds measured costs; for a model that is not exported yet they are estimated from its config, and
@@ -63,7 +61,7 @@ def plan(model: str, fleet: Path, users: str, context: int, streams: int | None,
     """
     try:
         machines = load_fleet(fleet)
-        profile = _profile(model, WeightMode(weights))
+        profile, mode = _profile(model, None if weights is None else WeightMode(weights))
         whom = Users(users)
         num_streams = 1 if streams is None and whom is Users.ONE else streams
         best = plan_fleet(profile, machines.nodes, machines.client, users=whom, context_tokens=context, num_streams=num_streams)
@@ -76,19 +74,26 @@ def plan(model: str, fleet: Path, users: str, context: int, streams: int | None,
     Console().print(_table(best))
     for line in remarks(profile, best):
         click.echo(line)
-    click.echo("\n".join(["", *next_steps(best)]))
+    click.echo("\n".join(["", *next_steps(best, mode)]))
 
 
-def _profile(model: str, weights: WeightMode) -> ModelProfile:
+def _profile(model: str, weights: WeightMode | None) -> tuple[ModelProfile, WeightMode]:
+    """The model's profile, and how its layers are stored."""
     if (Path(model) / MANIFEST_NAME).is_file():
-        return profile_of_manifest(load_manifest(Path(model)))
+        manifest = load_manifest(Path(model))
+        if weights not in (None, manifest.weight_mode):
+            raise InvalidOptionError(
+                f"--weights {weights} is not what this bundle has, which is {manifest.weight_mode}: leave it out, or plan the model itself"
+            )
+        return profile_of_manifest(manifest), manifest.weight_mode
     try:
         from export_tools.estimate import profile_of_source
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] in _HEAVY_PACKAGES:
             raise MissingExtraError("planning for a model that is not exported yet", "export") from error
         raise
-    return profile_of_source(model, weights)
+    mode = weights or WeightMode.INT4
+    return profile_of_source(model, mode), mode
 
 
 def as_data(model: ModelProfile, best: Plan) -> dict[str, Any]:
@@ -138,18 +143,19 @@ def remarks(model: ModelProfile, best: Plan) -> list[str]:
     if best.unused:
         lines.append(f"left out, because the others are better without: {', '.join(best.unused)}")
     if not model.is_measured:
-        lines.append(
-            "costs are estimated from the weights' bytes: plan with a bundle that was exported without --no-measure for measured ones"
-        )
+        lines.append("costs are estimated from the weights' bytes: plan with an exported bundle for measured ones (--measure, the default)")
     return lines
 
 
-def next_steps(best: Plan) -> list[str]:
+def next_steps(best: Plan, weights: WeightMode) -> list[str]:
     """The commands that make the plan real. Pure."""
-    lines = ["Export it so, and start one worker on each node:", f"  pshard-export MODEL -o BUNDLE --layers {_layers(best)}"]
+    lines = [
+        "Export it so, and start one worker on each node, at an ADDRESS where the others reach it (no loopback: also with --insecure):",
+        f"  pshard-export MODEL -o BUNDLE --weights {weights.value} --layers {_layers(best)}",
+    ]
     for idx, stage in enumerate(best.stages):
         kv_mib = max(1, math.ceil(stage.kv_bytes / 2**20))
-        lines.append(f"  {stage.node}: pshard-worker BUNDLE --stage {idx} --kv-memory {kv_mib}MiB")
+        lines.append(f"  {stage.node}: pshard-worker BUNDLE --stage {idx} --kv-memory {kv_mib}MiB --listen tcp://ADDRESS:7000")
     return lines
 
 

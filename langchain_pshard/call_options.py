@@ -66,7 +66,7 @@ class CallOptions(BaseModel):
     timeout: float | None = None
     """Longest time of a call in seconds; None is no limit."""
     max_retries: int = Field(default=0, ge=0)
-    """How often a call is tried again after a fault of the fleet that struck before any text was delivered."""
+    """How often a call is tried again after a fault of the fleet that struck before any text was delivered, in `invoke` at its end."""
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from langchain_core.messages import BaseMessage
 
+from langchain_pshard.batches import check_interrupted
 from langchain_pshard.call_options import CallOptions
 from langchain_pshard.connection import Connection
 from langchain_pshard.constraints import Constraint, constraint_of
@@ -73,8 +74,37 @@ def prepare(connection: Connection, messages: Sequence[BaseMessage], options: Ca
     return Call(connection=connection, prompt=prompt.token_ids, params=params, reply=reply, max_retries=options.max_retries)
 
 
+def whole(call: Call) -> list[GenerationChunk]:
+    """All that the fleet generates. After a fault it begins again where that is allowed, also in the middle: nobody has seen any of it."""
+    num_left = call.max_retries
+    while True:
+        try:
+            check_interrupted()
+            with closing(call.connection.client.generate(call.prompt, call.params)) as generated:
+                found: list[GenerationChunk] = []
+                for piece in generated:
+                    found.append(piece)
+                    check_interrupted()
+                return found
+        except PShardError as error:
+            num_left = _retries_left(error, num_left, has_begun=False)
+            call.connection.mend()
+
+
+async def awhole(call: Call) -> list[GenerationChunk]:
+    """`whole` for event loops."""
+    num_left = call.max_retries
+    while True:
+        try:
+            async with aclosing(call.connection.client.agenerate(call.prompt, call.params)) as generated:
+                return [piece async for piece in generated]
+        except PShardError as error:
+            num_left = _retries_left(error, num_left, has_begun=False)
+            await asyncio.to_thread(call.connection.mend)
+
+
 def pieces(call: Call) -> Generator[GenerationChunk, None, None]:
-    """What the fleet generates, tried again where that is allowed. Closing it stops the work."""
+    """What the fleet generates, as it comes; tried again where that is allowed, until the first piece. Closing it stops the work."""
     num_left = call.max_retries
     while True:
         has_begun = False

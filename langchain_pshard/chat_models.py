@@ -21,8 +21,9 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.tools import BaseTool
 from pydantic import ConfigDict, PrivateAttr, model_validator
 
+from langchain_pshard.batches import all_at_once, interruptible
 from langchain_pshard.call_options import CallOptions
-from langchain_pshard.calls import Call, apieces, constraint, pieces, prepare, prompt_of
+from langchain_pshard.calls import Call, apieces, awhole, constraint, pieces, prepare, prompt_of, whole
 from langchain_pshard.connection import Connection, FleetSettings, Share
 from langchain_pshard.core.bundle import Manifest, load_manifest
 from langchain_pshard.core.errors import BundleError, InvalidOptionError
@@ -37,7 +38,6 @@ from langchain_pshard.tokenizer import Tokenizer, tokenizer_of
 from langchain_pshard.tools import as_choice, as_tools
 
 _VERSION = software_version()
-_MAX_BATCH_THREADS = 256
 _LOCAL_ONLY = {"runner": None, "numerics": "fast", "kv_memory": None, "kv_precision": None, "threads": None}
 
 
@@ -169,7 +169,7 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(self._connect(), messages, stop, kwargs)
-        return call.reply.result(pieces(call))
+        return call.reply.result(whole(call))
 
     async def _agenerate(
         self,
@@ -179,7 +179,7 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(await self._aconnect(), messages, stop, kwargs)
-        return call.reply.result([piece async for piece in apieces(call)])
+        return call.reply.result(await awhole(call))
 
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any
@@ -278,7 +278,8 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> list[AIMessage]:
         """As LangChain's, but all at once unless `max_concurrency` says otherwise: the fleet serves them in shared steps."""
-        return super().batch(inputs, _all_at_once(config, len(inputs)), return_exceptions=return_exceptions, **kwargs)
+        spread, batch = all_at_once(config, len(inputs)), super().batch
+        return interruptible(lambda: batch(inputs, spread, return_exceptions=return_exceptions, **kwargs))
 
     def batch_as_completed(  # type: ignore[override]  # one signature for the two overloads
         self,
@@ -289,7 +290,7 @@ class ChatPShard(CallOptions, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[tuple[int, AIMessage | Exception]]:
         """See `batch`."""
-        spread = _all_at_once(config, len(inputs))
+        spread = all_at_once(config, len(inputs))
         yield from super().batch_as_completed(inputs, spread, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload]
 
     # --- what LangChain wants to know ---------------------------------------------------------------------------------------
@@ -380,14 +381,6 @@ class ChatPShard(CallOptions, BaseChatModel):
         if (connection := self._share.peek()) is None and settings.bundle is not None:
             return tokenizer_of(settings.bundle)
         return (connection or self._connect()).client.tokenizer
-
-
-def _all_at_once(config: Any, num_inputs: int) -> Any:
-    """`config` with room for every input at once, where it sets no bound: LangChain's own default is the number of cores plus four."""
-    bound = {"max_concurrency": min(max(num_inputs, 1), _MAX_BATCH_THREADS)}
-    if config is None or isinstance(config, dict):
-        return bound | {name: value for name, value in (config or {}).items() if value is not None}
-    return [_all_at_once(one, num_inputs) for one in config]
 
 
 def _is_on_event_loop() -> bool:

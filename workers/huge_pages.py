@@ -49,7 +49,7 @@ def move_to_huge_pages() -> int:
     except OSError as error:  # a sandbox that hides /proc
         logger.info("weights stay on small pages: %s", error)
     if num_filled:
-        logger.info("%d of %d MiB lie on huge pages", num_moved >> 20, num_filled >> 20)
+        logger.info("%d of %d MiB of filled memory lie on huge pages", num_moved >> 20, num_filled >> 20)
     return num_moved
 
 

@@ -21,7 +21,7 @@ class PShardError(Exception):
     """
 
     code: ClassVar[str] = "error"
-    is_retryable: ClassVar[bool] = False
+    is_retryable: bool = False
 
 
 # --- what the caller did wrong ---------------------------------------------------------------------------------------
@@ -51,7 +51,9 @@ class MissingExtraError(UsageError, ImportError):
     code = "missing-extra"
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs packages that are not installed: pip install 'langchain-pshard[{extra}]'")
+        super().__init__(
+            f"{feature} needs packages that are not installed: pip install 'langchain-pshard[{extra}]', or '.[{extra}]' in a checkout"
+        )
         self.extra = extra
 
 
@@ -167,7 +169,15 @@ class CapacityError(FleetError):
     """The KV budget of a stage cannot hold the stream now, or at all."""
 
     code = "capacity"
-    is_retryable = True
+
+    def __init__(self, message: str, *, is_retryable: bool = True) -> None:
+        """
+        Args:
+            message: with needed and available figures.
+            is_retryable: False when there will never be room for such a call.
+        """
+        super().__init__(message)
+        self.is_retryable = is_retryable
 
 
 class DeadlineError(FleetError, TimeoutError):

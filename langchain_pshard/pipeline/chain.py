@@ -163,9 +163,10 @@ def _check_numerics(welcomes: Mapping[str, Welcome]) -> None:
         for name in first.numerics.__struct_fields__:
             value, other_value = getattr(first.numerics, name), getattr(other.numerics, name)
             if value != other_value:
+                label = "numerics" if name == "name" else name
                 raise FleetMismatchError(
-                    f"the workers compute differently: {name} is {_shown(value)} at {address} and {_shown(other_value)} at {other_address};"
-                    f" {_REMEDIES.get(name, 'start all workers with the same options')}"
+                    f"the workers compute differently: {label} is {_shown(value)} at {address} and {_shown(other_value)} at"
+                    f" {other_address}; {_REMEDIES.get(name, 'start all workers with the same options')}"
                 )
 
 

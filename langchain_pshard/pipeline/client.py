@@ -320,7 +320,8 @@ class PipelineClient:
         if needed > stage.kv_capacity_tokens:
             raise CapacityError(
                 f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) need {needed} KV positions; stage {stage.stage_idx} at"
-                f" {stage.address} holds {stage.kv_capacity_tokens} in all: lower max_tokens, or start that worker with more --kv-memory"
+                f" {stage.address} holds {stage.kv_capacity_tokens} in all: lower max_tokens, or start that worker with more --kv-memory",
+                is_retryable=False,
             )
 
 

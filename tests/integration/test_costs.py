@@ -108,6 +108,15 @@ def test_a_plan_from_a_measured_bundle(bundle: Path, fleet: Path) -> None:
     assert plan["tokens_per_s"] == pytest.approx(1e3 / plan["slowest_ms"], rel=1e-3)
 
 
+def test_a_plan_of_a_bundle_keeps_its_weights(bundle: Path, fleet: Path) -> None:
+    mode = load_manifest(bundle).weight_mode.value
+    result = run("plan", bundle, "--fleet", fleet, "--weights", mode)
+    assert f"pshard-export MODEL -o BUNDLE --weights {mode} --layers " in result.stdout
+    result = run("plan", bundle, "--fleet", fleet, "--weights", "fp16")
+    assert result.exit_code == 1
+    assert f"--weights fp16 is not what this bundle has, which is {mode}" in result.output
+
+
 def test_a_plan_for_a_model_that_is_not_exported(model: Path, fleet: Path) -> None:
     result = run("plan", model, "--fleet", fleet)
     assert result.exit_code == 0, result.output
@@ -115,8 +124,8 @@ def test_a_plan_for_a_model_that_is_not_exported(model: Path, fleet: Path) -> No
     assert "left out, because the others are better without: b" in result.stdout
     assert "estimated" in result.stdout
     assert result.stdout.splitlines()[-2:] == [
-        "  pshard-export MODEL -o BUNDLE --layers 6",
-        "  a: pshard-worker BUNDLE --stage 0 --kv-memory 3MiB",  # 4096 positions x 6 layers x 2 x 2 heads x 16 values of f16
+        "  pshard-export MODEL -o BUNDLE --weights int4 --layers 6",
+        "  a: pshard-worker BUNDLE --stage 0 --kv-memory 3MiB --listen tcp://ADDRESS:7000",
     ]
 
 

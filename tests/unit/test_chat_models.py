@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from langchain_pshard.chat_models import ChatPShard
-from langchain_pshard.core.errors import ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
+from langchain_pshard.core.errors import CapacityError, ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
+from langchain_pshard.pipeline.generation import GenerationChunk
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.prompt import TemplateError
 from tests.support.fake_client import WORKERS, FakeClient, Serve, connections
@@ -231,18 +235,62 @@ def test_configurable_fields_share_the_connection(serve: Serve) -> None:
         assert not client.is_closed
 
 
+# --- batches --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_batch_ends_its_calls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run at their next token, those that wait for a thread before their first."""
+    client = serve(["word "] * 1_000_000)
+    say, pause, once = client._next, threading.Event(), threading.Lock()
+
+    def slowly(item: str | Exception) -> GenerationChunk:
+        pause.wait(0.001)
+        if len(client.prompts) == 2 and once.acquire(blocking=False):
+            _thread.interrupt_main()
+        return say(item)
+
+    monkeypatch.setattr(client, "_next", slowly)
+    with ChatPShard(workers=WORKERS) as model:
+        with pytest.raises(KeyboardInterrupt):
+            model.batch(["Hi"] * 5, {"max_concurrency": 2})
+        assert (len(client.prompts), client.num_stopped) == (2, 2)
+        client.scripts = [["ok"]]
+        assert [message.content for message in model.batch(["Hi"] * 3)] == ["ok!"] * 3
+
+
+def test_a_batch_in_another_thread_runs_as_it_is(serve: Serve) -> None:
+    serve(["ok"])
+    with ChatPShard(workers=WORKERS) as model, ThreadPoolExecutor(1) as other:
+        found = other.submit(model.batch, ["Hi", "Ho"]).result()
+    assert [message.content for message in found] == ["ok!", "ok!"]
+
+
 # --- faults ---------------------------------------------------------------------------------------------------------------
 
 
-def test_retries_only_before_the_first_token(serve: Serve) -> None:
-    client = serve([WorkerLostError("w1")], ["ok"])
+def test_a_call_that_delivers_at_its_end_is_tried_again_from_the_beginning(serve: Serve) -> None:
+    client = serve(["a", WorkerLostError("w1")], ["ok"])
     with ChatPShard(workers=WORKERS, max_retries=1) as model:
         assert model.invoke("Hi").content == "ok!"
-        client.scripts = [[WorkerLostError("w2")], ["ok"]]
+        client.scripts = [["a", WorkerLostError("w2")], ["ok"]]
         assert asyncio.run(model.ainvoke("Hi")).content == "ok!"
+        seeds = [params.sampling.seed for params in client.params]
+        assert (seeds[0], seeds[2]) == (seeds[1], seeds[3])  # the same text, if it is drawn
+        client.scripts = [["a", WorkerLostError("w3")], ["b", WorkerLostError("w4")], ["ok"]]
+        with pytest.raises(WorkerLostError, match="w4"):
+            model.invoke("Hi")
+        client.scripts = [[CapacityError("never", is_retryable=False)], ["ok"]]
+        with pytest.raises(CapacityError):
+            model.invoke("Hi")
+
+
+def test_streams_are_tried_again_only_before_the_first_token(serve: Serve) -> None:
+    client = serve([WorkerLostError("w1")], ["ok"])
+    with ChatPShard(workers=WORKERS, max_retries=1) as model:
+        assert "".join(str(chunk.content) for chunk in model.stream("Hi")) == "ok!"
         client.scripts = [["a", WorkerLostError("w3")], ["ok"]]
         with pytest.raises(WorkerLostError, match="w3"):
-            model.invoke("Hi")
+            list(model.stream("Hi"))
         client.scripts = [[DeadlineError("late")], ["ok"]]
         with pytest.raises(DeadlineError):
             model.invoke("Hi")
