@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from langchain_core.messages import BaseMessage
 
@@ -76,70 +78,90 @@ def prepare(connection: Connection, messages: Sequence[BaseMessage], options: Ca
 
 def whole(call: Call) -> list[GenerationChunk]:
     """All that the fleet generates. After a fault it begins again where that is allowed, also in the middle: nobody has seen any of it."""
-    num_left = call.max_retries
+    tries = _Tries(call)
     while True:
         try:
             check_interrupted()
-            with closing(call.connection.client.generate(call.prompt, call.params)) as generated:
+            with closing(call.connection.client.generate(call.prompt, tries.params)) as generated:
                 found: list[GenerationChunk] = []
                 for piece in generated:
                     found.append(piece)
                     check_interrupted()
                 return found
         except PShardError as error:
-            num_left = _retries_left(error, num_left, has_begun=False)
+            tries.failed(error)
             call.connection.mend()
 
 
 async def awhole(call: Call) -> list[GenerationChunk]:
     """`whole` for event loops."""
-    num_left = call.max_retries
+    tries = _Tries(call)
     while True:
         try:
-            async with aclosing(call.connection.client.agenerate(call.prompt, call.params)) as generated:
+            async with aclosing(call.connection.client.agenerate(call.prompt, tries.params)) as generated:
                 return [piece async for piece in generated]
         except PShardError as error:
-            num_left = _retries_left(error, num_left, has_begun=False)
+            tries.failed(error)
             await asyncio.to_thread(call.connection.mend)
 
 
 def pieces(call: Call) -> Generator[GenerationChunk, None, None]:
     """What the fleet generates, as it comes; tried again where that is allowed, until the first piece. Closing it stops the work."""
-    num_left = call.max_retries
+    tries = _Tries(call)
     while True:
-        has_begun = False
         try:
-            with closing(call.connection.client.generate(call.prompt, call.params)) as generated:
+            with closing(call.connection.client.generate(call.prompt, tries.params)) as generated:
                 for piece in generated:
-                    has_begun = True
+                    tries.delivered()
                     yield piece
             return
         except PShardError as error:
-            num_left = _retries_left(error, num_left, has_begun=has_begun)
+            tries.failed(error)
             call.connection.mend()
 
 
 async def apieces(call: Call) -> AsyncGenerator[GenerationChunk, None]:
     """`pieces` for event loops."""
-    num_left = call.max_retries
+    tries = _Tries(call)
     while True:
-        has_begun = False
         try:
-            async with aclosing(call.connection.client.agenerate(call.prompt, call.params)) as generated:
+            async with aclosing(call.connection.client.agenerate(call.prompt, tries.params)) as generated:
                 async for piece in generated:
-                    has_begun = True
+                    tries.delivered()
                     yield piece
             return
         except PShardError as error:
-            num_left = _retries_left(error, num_left, has_begun=has_begun)
+            tries.failed(error)
             await asyncio.to_thread(call.connection.mend)
 
 
-def _retries_left(error: PShardError, num_left: int, *, has_begun: bool) -> int:
-    """How many retries remain after this one; raises the error when there is to be none."""
-    # Delivered text cannot be taken back, and a deadline is for the call as a whole.
-    if num_left == 0 or has_begun or not error.is_retryable or isinstance(error, DeadlineError):
-        twin = as_langchain(error)
-        raise twin from (None if twin is error else error)
-    _log.warning("trying again after a fault of the fleet: %s", error)
-    return num_left - 1
+class _Tries:
+    """How often a call may still be tried, and for how long: its timeout is one for all tries."""
+
+    def __init__(self, call: Call) -> None:
+        self.params = call.params  # of the next try
+        self._num_left = call.max_retries
+        self._timeout_s = call.params.timeout_s
+        self._started_s = time.monotonic()
+
+    def delivered(self) -> None:
+        """The caller has some of the text, which cannot be taken back."""
+        self._num_left = 0
+
+    def failed(self, error: PShardError) -> None:
+        """Count a try; raises an error when there is to be no other."""
+        if self._num_left == 0 or not error.is_retryable or isinstance(error, DeadlineError):
+            _raise(error)
+        if self._timeout_s is not None:
+            left_s = self._timeout_s - (time.monotonic() - self._started_s)
+            if left_s <= 0:
+                _raise(DeadlineError(f"the call took longer than its timeout of {self._timeout_s:g} s, all tries together: {error}"))
+            self.params = replace(self.params, timeout_s=left_s)
+        _log.warning("trying again after a fault of the fleet: %s", error)
+        self._num_left -= 1
+
+
+def _raise(error: PShardError) -> NoReturn:
+    """As LangChain's class too."""
+    twin = as_langchain(error)
+    raise twin from (None if twin is error else error)

@@ -10,6 +10,7 @@ import click
 import pytest
 from langchain_core.language_models import BaseChatModel
 
+from benchmarks.__main__ import BENCHES
 from export_tools.cli import main as export_command
 from export_tools.plan_command import plan
 from langchain_pshard import ChatPShard
@@ -108,6 +109,11 @@ def test_every_option_of_the_chat_model_is_documented() -> None:
 def test_every_example_is_listed() -> None:
     listed = first_cells(read("docs/langchain.md"), r"python -m examples\.(\w+)")
     assert listed == {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__", "demo", "fleet_option"}
+
+
+def test_every_bench_is_told_of() -> None:
+    named = set(re.findall(r"`([a-z0-9-]+)`", read("docs/benchmarks.md")))
+    assert set(BENCHES) - named == set()
 
 
 def test_every_error_code_has_its_class_and_remedy() -> None:

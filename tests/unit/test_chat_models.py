@@ -276,6 +276,13 @@ def test_a_call_that_delivers_at_its_end_is_tried_again_from_the_beginning(serve
         assert asyncio.run(model.ainvoke("Hi")).content == "ok!"
         seeds = [params.sampling.seed for params in client.params]
         assert (seeds[0], seeds[2]) == (seeds[1], seeds[3])  # the same text, if it is drawn
+        client.scripts = [["a", WorkerLostError("late")], ["ok"]]
+        model.invoke("Hi", timeout=100)
+        first_s, second_s = (params.timeout_s for params in client.params[-2:])
+        assert first_s == 100 > second_s > 0  # one timeout for both tries
+        client.scripts = [["a", WorkerLostError("late")], ["ok"]]
+        with pytest.raises(DeadlineError, match="its timeout of 1e-09 s, all tries together"):
+            model.invoke("Hi", timeout=1e-9)
         client.scripts = [["a", WorkerLostError("w3")], ["b", WorkerLostError("w4")], ["ok"]]
         with pytest.raises(WorkerLostError, match="w4"):
             model.invoke("Hi")

@@ -147,8 +147,8 @@ class Request:
             found = self._memory()
         except RuntimeError as error:
             raise InferenceError(f"{self._stage_name} failed to infer: {_last_line(error)}") from error
-        if len(found) != num_rows:
-            raise InferenceError(f"{self._stage_name} failed to infer: it was given {num_rows} rows and put out {len(found)}")
+        if len(found) != num_rows or _is_marked(found):
+            raise InferenceError(f"{self._stage_name} failed to infer, and the engine does not say why")
         self._output = found
         self._most_rows = max(self._most_rows, num_rows)
         return found
