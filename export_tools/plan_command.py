@@ -81,11 +81,12 @@ def _profile(model: str, weights: WeightMode | None) -> tuple[ModelProfile, Weig
     """The model's profile, and how its layers are stored."""
     if (Path(model) / MANIFEST_NAME).is_file():
         manifest = load_manifest(Path(model))
-        if weights not in (None, manifest.weight_mode):
+        mode = manifest.weight_mode
+        if weights not in (None, mode):
             raise InvalidOptionError(
-                f"--weights {weights} is not what this bundle has, which is {manifest.weight_mode}: leave it out, or plan the model itself"
+                f"--weights {weights.value} is not what this bundle has, which is {mode.value}: leave it out, or plan the model itself"
             )
-        return profile_of_manifest(manifest), manifest.weight_mode
+        return profile_of_manifest(manifest), mode
     try:
         from export_tools.estimate import profile_of_source
     except ImportError as error:
