@@ -111,7 +111,7 @@ def test_a_worker_may_serve_several_stages() -> None:
         ({A: welcome(0, 1, worker="a", protocol=9)}, rf"{A} speaks protocol version 9 .* this client {PROTOCOL_VERSION}"),
         (
             {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(name="exact"))},
-            rf"name is fast at {A} and exact at {B}; .*--numerics",
+            rf"numerics is fast at {A} and exact at {B}; .*--numerics",
         ),
         (
             {A: welcome(0, worker="a"), B: welcome(1, worker="b", numerics=other(boundary=DType.I8))},
