@@ -81,13 +81,7 @@ def whole(call: Call) -> list[GenerationChunk]:
     tries = _Tries(call)
     while True:
         try:
-            check_interrupted()
-            with closing(call.connection.client.generate(call.prompt, tries.params)) as generated:
-                found: list[GenerationChunk] = []
-                for piece in generated:
-                    found.append(piece)
-                    check_interrupted()
-                return found
+            return list(_generated(call, tries.params))
         except PShardError as error:
             tries.failed(error)
             call.connection.mend()
@@ -110,7 +104,7 @@ def pieces(call: Call) -> Generator[GenerationChunk, None, None]:
     tries = _Tries(call)
     while True:
         try:
-            with closing(call.connection.client.generate(call.prompt, tries.params)) as generated:
+            with closing(_generated(call, tries.params)) as generated:
                 for piece in generated:
                     tries.delivered()
                     yield piece
@@ -133,6 +127,15 @@ async def apieces(call: Call) -> AsyncGenerator[GenerationChunk, None]:
         except PShardError as error:
             tries.failed(error)
             await asyncio.to_thread(call.connection.mend)
+
+
+def _generated(call: Call, params: GenerationParams) -> Generator[GenerationChunk, None, None]:
+    """One try, which ends when the batch that it is part of is interrupted."""
+    check_interrupted()
+    with closing(call.connection.client.generate(call.prompt, params)) as generated:
+        for piece in generated:
+            yield piece
+            check_interrupted()
 
 
 class _Tries:

@@ -16,9 +16,9 @@ from export_tools.quantize import to_int8
 from langchain_pshard.core.bundle import WeightMode
 from langchain_pshard.core.errors import BundleError, InferenceError
 from langchain_pshard.core.messages import SliceKind
-from langchain_pshard.core.numerics import DType, Numerics
 from langchain_pshard.core.yardstick import fast_properties
 from tests.support.bundles import TinyBundle
+from tests.support.fake_stages import NUMERICS
 from tests.support.runners import piece, running_chain
 from tests.unit.test_bundle import a_manifest
 from workers.runners.engine import Request, StageModel
@@ -54,17 +54,7 @@ def a_stage(model: Any, hidden_size: int, *, threads: int = 1) -> StageModel:
         core=ov.Core(),
         properties={},
         head_properties=MappingProxyType(fast_properties(group_size, threads)),
-        numerics=Numerics(
-            name="fast",
-            runner="paged",
-            device="CPU",
-            openvino="",
-            inference_precision="f32",
-            kv_precision="f16",
-            dynamic_quantization_group_size=32,
-            head_quantization_group_size=group_size,
-            boundary=DType.F32,
-        ),
+        numerics=msgspec.structs.replace(NUMERICS, device="CPU"),
         stage_name="stage 0",
         is_first=False,
         is_last=True,

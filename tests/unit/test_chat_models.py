@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from pydantic import ValidationError
 
 from langchain_pshard.chat_models import ChatPShard
 from langchain_pshard.core.errors import CapacityError, ContextOverflowError, DeadlineError, InvalidOptionError, WorkerLostError
-from langchain_pshard.pipeline.generation import GenerationChunk
 from langchain_pshard.pipeline.options import ClientOptions
 from langchain_pshard.prompt import TemplateError
 from tests.support.fake_client import WORKERS, FakeClient, Serve, connections
@@ -233,36 +229,6 @@ def test_configurable_fields_share_the_connection(serve: Serve) -> None:
             assert client.params[-1].sampling.temperature == temperature
         assert len(connections(client)) == 1
         assert not client.is_closed
-
-
-# --- batches --------------------------------------------------------------------------------------------------------------
-
-
-def test_an_interrupted_batch_ends_its_calls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that run at their next token, those that wait for a thread before their first."""
-    client = serve(["word "] * 1_000_000)
-    say, pause, once = client._next, threading.Event(), threading.Lock()
-
-    def slowly(item: str | Exception) -> GenerationChunk:
-        pause.wait(0.001)
-        if len(client.prompts) == 2 and once.acquire(blocking=False):
-            _thread.interrupt_main()
-        return say(item)
-
-    monkeypatch.setattr(client, "_next", slowly)
-    with ChatPShard(workers=WORKERS) as model:
-        with pytest.raises(KeyboardInterrupt):
-            model.batch(["Hi"] * 5, {"max_concurrency": 2})
-        assert (len(client.prompts), client.num_stopped) == (2, 2)
-        client.scripts = [["ok"]]
-        assert [message.content for message in model.batch(["Hi"] * 3)] == ["ok!"] * 3
-
-
-def test_a_batch_in_another_thread_runs_as_it_is(serve: Serve) -> None:
-    serve(["ok"])
-    with ChatPShard(workers=WORKERS) as model, ThreadPoolExecutor(1) as other:
-        found = other.submit(model.batch, ["Hi", "Ho"]).result()
-    assert [message.content for message in found] == ["ok!", "ok!"]
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------------
